@@ -1,0 +1,1 @@
+"""Vocabulary-sharded fused linear cross entropy for PyTorch."""

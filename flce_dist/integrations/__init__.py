@@ -1,0 +1,1 @@
+"""One file a framework; each is imported only by its user."""

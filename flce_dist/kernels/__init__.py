@@ -1,0 +1,1 @@
+"""Row kernels: one contract, a Triton and a torch implementation."""
