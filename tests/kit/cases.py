@@ -1,4 +1,4 @@
-"""One case of the loss as data: its inputs, its job for a worker, its judgement, and a selector that covers all pairs."""
+"""One case of the loss as data: inputs, job for a worker, judgement; and a selector that covers all pairs of values."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kit import compare, heads, oracle
 from tests.kit.workers import Context, Pool
 
-# What the case itself sets; anything else in `options` goes to linear_cross_entropy and, by the same name, to the oracle.
+# Those of `options` that change the mathematics; the oracle knows them by the same names.
 ORACLE_OPTIONS = ("label_smoothing", "z_loss", "token_scaling", "softcap", "logit_scale")
 
 
@@ -123,7 +123,7 @@ def local_tokens(case: Case, rank: int) -> slice:
 
 
 def loss_arguments(case: Case, rank: int, group: Any) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Positional and keyword arguments of linear_cross_entropy on `rank`; hidden, weight and bias are leaves with grad."""
+    """Arguments of linear_cross_entropy on `rank`; hidden, weight and bias are leaves that require grad."""
     import flce_dist
 
     full = make_inputs(case)
@@ -238,12 +238,11 @@ def judge_gradients(
     at = local_tokens(case, rank)
     whole = expected.hidden_grad
     assert result.hidden_grad.shape == whole[at].shape
-    if case.vocab_size > 1:
-        difference = (result.hidden_grad.double() - whole[at]).norm()
-        assert torch.isfinite(difference), f"hidden gradient of rank {rank} is not finite"
-        assert difference <= tolerance.grad * whole.norm(), (
-            f"hidden gradient of rank {rank}: error {difference:.3g} > {tolerance.grad:.3g} x {whole.norm():.3g}"
-        )
+    difference = (result.hidden_grad.double() - whole[at]).norm()
+    assert torch.isfinite(difference), f"hidden gradient of rank {rank} is not finite"
+    assert difference <= tolerance.grad * whole.norm(), (
+        f"hidden gradient of rank {rank}: error {difference:.3g} > {tolerance.grad:.3g} x {whole.norm():.3g}"
+    )
 
 
 def judge_aux(case: Case, rank: int, result: Result, expected: oracle.Reference, tolerance: compare.Tolerance) -> None:

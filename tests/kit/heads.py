@@ -1,7 +1,7 @@
 """Seeded inputs that look like those of a trained model, and plain random ones.
 
-A trained head's rows share a large common component (in one measured model the mean row is 0.94 as long as the mean length
-of a row), which random data lacks; rounding in a sum over the vocabulary is multiplied by it.
+A trained head's rows share a large common component (in one measured model the mean row is 0.94 as long as the mean
+length of a row), which random data lacks; rounding in a sum over the vocabulary is multiplied by it.
 """
 
 import torch
@@ -25,8 +25,8 @@ def trained_head(
     """float32 hidden [N, H], weight [V, H], target [N] whose cross entropy is about `loss`.
 
     Rows of the weight are a common vector plus a part of their own; |mean row| / mean |row| is `common_share`. Hidden
-    states lean to their target's own part, by an amount that differs from token to token, and have a component along the
-    common vector, which shifts all logits of a row together. Targets are Zipf-distributed as token ids are.
+    states lean to their target's own part, by an amount that differs from token to token, and have a component along
+    the common vector, which shifts all logits of a row together. Targets are Zipf-distributed as token ids are.
     """
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(hidden_size, generator=generator)

@@ -98,7 +98,7 @@ def loss_and_aux(
 def reference(
     hidden: Tensor, weight: Tensor, target: Tensor, *, upstream: Tensor | None = None, **options: Any
 ) -> Reference:
-    """Loss, gradients and aux of inputs of any dtype and leading shape, in float64; `upstream` is d(objective)/d(loss)."""
+    """Loss, gradients and aux in float64; inputs of any dtype and leading shape; `upstream` is the loss's gradient."""
     lead = target.shape
     hidden_64 = hidden.detach().double().reshape(-1, hidden.shape[-1]).requires_grad_()
     weight_64 = weight.detach().double().requires_grad_()

@@ -32,7 +32,7 @@ MATRIX_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul")
 
 @dataclass(frozen=True)
 class Event:
-    """One operation: `name` without namespace (collectives by their usual name), its tensor arguments' shapes and dtypes."""
+    """One operation: its name without namespace (collectives by their usual name) and its tensor arguments."""
 
     name: str
     is_collective: bool

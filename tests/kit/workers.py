@@ -1,9 +1,9 @@
 """A pool of gloo worker processes that lives as long as the test session.
 
 Starting processes and process groups costs seconds, a job on running ones costs milliseconds. A job is a top-level
-function `fn(ctx, *args)`, pickled by name, that runs on ranks 0..world-1 with `ctx.group` a group of exactly those ranks.
-After every job the ranks compare a counter with one collective, so that a rank that issued one collective more or fewer
-than its neighbours fails the test that did it and not a later one.
+function `fn(ctx, *args)`, pickled by name, that runs on ranks 0..world-1 with `ctx.group` a group of exactly those.
+After every job the ranks compare a counter with one collective, so that a rank that issued one collective more or
+fewer than its neighbours fails the test that did it and not a later one.
 """
 
 import faulthandler
