@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, workload
 from benchmark.ranks import Ranks, exit_process
 from benchmark.report import Row
-
 from flce_dist.options import parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
 
@@ -207,9 +207,7 @@ def _build(
     entry.step = partial(entry.program.run, args.forward_only)
 
 
-def _check(
-    entry: Entry, problem: workload.Problem, expected: accuracy.Reference | None, forward_only: bool
-) -> None:
+def _check(entry: Entry, problem: workload.Problem, expected: accuracy.Reference | None, forward_only: bool) -> None:
     """The first calls: errors, then the extra peak once everything is compiled."""
     assert entry.step is not None
     result = entry.step()
@@ -252,7 +250,11 @@ def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
     """CUDA-graph replays of the floor and of the package's methods."""
     graphs = []
     for entry in entries:
-        if entry.step is None or entry.row.status != "ok" or not (entry.is_floor or entry.row.method.startswith("flce")):
+        if (
+            entry.step is None
+            or entry.row.status != "ok"
+            or not (entry.is_floor or entry.row.method.startswith("flce"))
+        ):
             continue
         source = entry.row
         row = Row(**{**vars(source), "method": f"{source.method} (graph)", "extra_peak_bytes": None, "errors": {}})
@@ -271,9 +273,7 @@ def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem
 def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Problem) -> None:
     ready = [entry for entry in entries if entry.step is not None and entry.row.status == "ok"]
     steps = [entry.step for entry in ready if entry.step is not None]
-    for entry, seconds in zip(
-        ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True
-    ):
+    for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
         entry.row.seconds = seconds
     whole = entries[0].row
     cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor and "(graph)" not in entry.row.method}

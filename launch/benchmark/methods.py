@@ -106,9 +106,7 @@ def _eager_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def _eager(problem: Problem) -> Program:
-    return Program(
-        partial(_eager_loss, problem.hidden, problem.weight, problem.target), problem.hidden, problem.weight
-    )
+    return Program(partial(_eager_loss, problem.hidden, problem.weight, problem.target), problem.hidden, problem.weight)
 
 
 def _compile(problem: Problem) -> Program:

@@ -66,9 +66,7 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
     return written
 
 
-def _lines(
-    rows: Sequence[Row], sweep: str, x_value: Value, y_value: Value
-) -> dict[str, list[tuple[float, float]]]:
+def _lines(rows: Sequence[Row], sweep: str, x_value: Value, y_value: Value) -> dict[str, list[tuple[float, float]]]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         x, y = x_value(row), y_value(row)

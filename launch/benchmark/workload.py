@@ -155,9 +155,7 @@ def trained_inputs(
     return hidden, own + common, target
 
 
-def make_problem(
-    shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], group: dist.ProcessGroup | None
-) -> Problem:
+def make_problem(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], group: dist.ProcessGroup | None) -> Problem:
     """This rank's part of the full inputs; nothing of the full weight stays alive with more than one rank."""
     hidden, weight, target = inputs
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
