@@ -105,7 +105,16 @@ def main(arguments: Sequence[str]) -> int:
     try:
         for shape, num_ranks, budgets in cases(args, ranks):
             if ranks.rank < num_ranks:
-                rows += measure_shape(args, shape, ranks.first(num_ranks), budgets, ranks.device, ranks.rank == 0)
+                try:
+                    measured = measure_shape(
+                        args, shape, ranks.first(num_ranks), budgets, ranks.device, ranks.rank == 0
+                    )
+                except Exception as error:
+                    # A shape that does not fit must not lose the others.
+                    traceback.print_exc()
+                    measured = [Row.of(shape, num_ranks, "all methods", status="failed", reason=_reason(error))]
+                    _collect(ranks.device)
+                rows += measured
             ranks.wait()
     finally:
         if ranks.rank == 0 and rows:
@@ -146,7 +155,6 @@ def measure_shape(
     del inputs
     entries = prepare(args, problem, budgets)
     for entry in entries:
-        entry.row.num_ranks = problem.num_ranks
         _guarded(entry, group, partial(_check, entry, problem, expected, args.forward_only))
         say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
     del expected
@@ -155,8 +163,8 @@ def measure_shape(
     _time(args, entries, problem)
     if args.profile:
         for entry in entries:
-            if entry.step is not None and entry.row.status == "ok":
-                entry.row.kernels = kernel_table.kernel_table(entry.step, device)
+            _guarded(entry, group, partial(_profile, entry, device))
+            if entry.row.kernels:
                 say(f"\n{entry.row.label}\n{kernel_table.format_kernel_table(entry.row.kernels)}", flush=True)
     rows = [entry.row for entry in entries]
     del entries, problem
@@ -168,9 +176,7 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     """The floor, whole and cut as the chunked methods are, then the methods."""
     shape, forward_only = problem.shape, args.forward_only
 
-    def row(method: str, setting: str = "", chunk_rows: int | None = None) -> Row:
-        sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size)
-        return Row(shape.name, *sizes, problem.num_ranks, method, setting, chunk_rows)
+    row = partial(Row.of, shape, problem.num_ranks)
 
     name = "floor: logits GEMM" if forward_only else "floor: 3 GEMMs"
     entries = [Entry(row(name), floor.gemms(problem, None, forward_only), is_floor=True)]
@@ -234,7 +240,7 @@ def _guarded(entry: Entry, group: dist.ProcessGroup | None, work: Callable[[], N
         status, reason = "unavailable", str(error)
     except Exception as error:
         traceback.print_exc()
-        status, reason = "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+        status, reason = "failed", _reason(error)
     outcomes: list[tuple[str, str]] = [(status, reason)]
     if group is not None:
         outcomes = [("", "")] * dist.get_world_size(group)
@@ -244,6 +250,16 @@ def _guarded(entry: Entry, group: dist.ProcessGroup | None, work: Callable[[], N
         entry.row.status, entry.row.reason = worst
         entry.step = entry.program = None
         gc.collect()
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _profile(entry: Entry, device: torch.device) -> None:
+    if entry.step is not None:
+        entry.row.kernels = kernel_table.kernel_table(entry.step, device)
 
 
 def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:

@@ -44,7 +44,7 @@ def reference(problem: Problem, full_weight: Tensor) -> Reference:
         grad.scatter_add_(1, label, grad.new_full(label.shape, -1.0))
         grad.mul_((here * scale)[:, None])
         hidden_grad[at] = grad @ weight
-        weight_grad[: problem.shard.num_columns] += grad[:, mine].t() @ x
+        weight_grad[: problem.shard.num_columns].addmm_(grad[:, mine].t(), x)
     return Reference(torch.stack(losses).sum() * scale, hidden_grad, weight_grad)
 
 

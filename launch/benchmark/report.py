@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .workload import Shape
+
 MEBIBYTE = 2**20
 PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "fla-core", "megatron-core", "verl", "numpy")
 
@@ -48,6 +50,13 @@ class Row:
     extra_peak_bytes: int | None = None
     errors: dict[str, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_ranks: int, method: str, setting: str = "", chunk_rows: int | None = None, **more: Any
+    ) -> Row:
+        sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size)
+        return cls(shape.name, *sizes, num_ranks, method, setting, chunk_rows, **more)
 
     @property
     def ms(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.name} (N {self.num_tokens} H {self.hidden_size} V {self.vocab_size})"
 
-    def resized(self, **sizes: int) -> Shape:
-        changed = replace(self, **sizes)
-        return replace(changed, name=f"{changed.num_tokens},{changed.hidden_size},{changed.vocab_size}")
+    def resized(self, num_tokens: int | None = None, vocab_size: int | None = None) -> Shape:
+        tokens, vocab = num_tokens or self.num_tokens, vocab_size or self.vocab_size
+        return Shape(f"{tokens},{self.hidden_size},{vocab}", tokens, self.hidden_size, vocab)
 
 
 SHAPES = {

@@ -19,6 +19,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "recompute": {"backward": "recompute"},
     "none": {"reduction": "none"},
     "features": {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 20.0, "logit_scale": 0.5},
+    "number-as-normalizer": {"normalizer": 123.0},
     "aux": {"aux": ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")},
 }
 
@@ -148,7 +149,7 @@ def test_few_compiled_variants_over_many_shapes(device: torch.device) -> None:
 # Names of NVIDIA's GEMM kernels: cuBLAS (nvjet for Hopper and later, xmma and cutlass before), and what it does with
 # one or few rows. In nvjet's names the letters give the types: t is bfloat16, s float32, h float16.
 GEMM = re.compile(r"nvjet|gemm|gemv|splitK|cutlass|dot_kernel", re.IGNORECASE)
-FLOAT32_OPERANDS = re.compile(r"sgemm|simt|ffma|nvjet(_sm\d+)?_s|gemm_f32f32|_s16?88gemm_f32", re.IGNORECASE)
+FLOAT32_OPERANDS = re.compile(r"sgemm|simt|ffma|nvjet(_sm\d+)?_s[a-z]s_|gemm_f32f32", re.IGNORECASE)
 INDEXING = re.compile(r"nonzero|index_kernel|index_elementwise|indexSelect|gather|scatter|masked_|DeviceSelect")
 
 

@@ -71,8 +71,8 @@ def test_a_wide_vocabulary_in_several_chunks(device: torch.device, head: str, dt
 
 def test_float16_with_a_loss_scale(device: torch.device) -> None:
     """A mean's p/N is below float16's smallest number until the loss scale arrives."""
-    scale, tokens, vocab_size = 65536.0, 512, 32000
-    hidden, weight, target = heads.random_head(tokens, 64, vocab_size, 0)
+    scale, tokens, vocab_size = 65536.0, 1024, 32000
+    hidden, weight, target = heads.random_head(tokens, 32, vocab_size, 0)
     hidden, weight = hidden.half(), weight.half()
     expected = oracle.reference(hidden, weight, target, upstream=torch.tensor(scale))
     x, w = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
