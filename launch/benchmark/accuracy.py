@@ -28,7 +28,7 @@ def reference(problem: Problem, full_weight: Tensor) -> Reference:
     wide = torch.float32 if problem.device.type == "cuda" and full_weight.dtype != torch.float64 else torch.float64
     hidden, target, weight = problem.hidden.detach(), problem.target, full_weight.detach().to(wide)
     valid = target != IGNORE_INDEX
-    scale = 1.0 / valid.sum().clamp(min=1)
+    scale = 1.0 / valid.sum().clamp(min=1).to(wide)
     rows = max(1, CHUNK_BYTES // (wide.itemsize * weight.shape[0]))
     losses, hidden_grad = [], torch.empty(hidden.shape, dtype=wide, device=hidden.device)
     mine = slice(problem.shard.start, problem.shard.start + problem.shard.num_columns)
