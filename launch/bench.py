@@ -248,6 +248,8 @@ def _guarded(entry: Entry, group: dist.ProcessGroup | None, work: Callable[[], N
     worst = next((o for o in outcomes if o[0] == "failed"), next((o for o in outcomes if o[0] != "ok"), None))
     if worst is not None:
         entry.row.status, entry.row.reason = worst
+        if entry.program is not None:
+            entry.program.hidden.grad = entry.program.weight.grad = None
         entry.step = entry.program = None
         gc.collect()
 

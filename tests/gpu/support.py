@@ -116,7 +116,8 @@ def kernel_names(step: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         step()
         torch.cuda.synchronize()
-    cuda = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = torch.autograd.DeviceType.CUDA
+    cuda = [e for e in found.events() if e.device_type == on_gpu and not e.is_user_annotation]
     return [event.name for event in sorted(cuda, key=lambda event: event.time_range.start)]
 
 
