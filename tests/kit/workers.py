@@ -172,6 +172,14 @@ class Pool:
             self._folder = None
 
 
+def fresh_group(ctx: Context, ranks: list[int]) -> Any:
+    """A new group, for tests of what happens on a group's first call. A job on all MAX_WORLD ranks must call it on
+    each; ranks outside of the group get None."""
+    assert ctx.world == MAX_WORLD, "new_group is a collective of all workers"
+    group = dist.new_group(ranks)
+    return group if ctx.rank in ranks else None
+
+
 def _stack_path(folder: str, rank: int) -> str:
     return os.path.join(folder, f"stack-{rank}")
 
