@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -247,7 +247,7 @@ def _present(arguments: Arguments | None) -> Arguments:
 
 
 @contextlib.contextmanager
-def _on_device(device: torch.device):
+def _on_device(device: torch.device) -> Iterator[None]:
     """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
     with torch.autocast(device.type, enabled=False):
         if device.type == "cuda":

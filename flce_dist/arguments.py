@@ -77,7 +77,8 @@ def resolve(
         weight, bias, vocab_shard = _unpack_weight(weight, bias, group_of(weight, group), vocab_size, vocab_shard)
     elif isinstance(bias, DTensor):
         raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
-    hidden, target, token_weight = (_unpack_tokens(t, hidden_layout) for t in (hidden, target, token_weight))
+    hidden, target = _unpack_tokens(hidden, hidden_layout), _unpack_tokens(target, hidden_layout)
+    token_weight = None if token_weight is None else _unpack_tokens(token_weight, hidden_layout)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     checks.check_tensors(hidden, weight, target, bias)
     checks.check_accumulation(options, hidden.dtype)
@@ -203,7 +204,7 @@ def _unpack_weight(
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise ValueError(
             f"weight must be a plain tensor or a DTensor Shard(0) on the 1-D mesh of the group, got {where}: FSDP2's "
-            "sharded parameter is seen outside of the module that owns it; compute the loss inside that module's forward"
+            "sharded parameter is seen outside of the module that owns it; compute the loss in that module's forward"
         )
     if vocab_shard is not None:
         raise ValueError("vocab_shard is for a plain weight: a DTensor knows its place")
@@ -220,7 +221,7 @@ def _unpack_weight(
     return weight.to_local(), bias, VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
 
 
-def _unpack_tokens(tensor: Tensor | None, hidden_layout: str) -> Tensor | None:
+def _unpack_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.ndim == 1:

@@ -22,8 +22,6 @@ from . import collectives
 from .options import LossOptions
 from .shard import VocabShard, partition_error
 
-
-
 _largest_shard: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 """Columns of the largest shard by group and vocabulary size, as its ranks once agreed."""
 
@@ -44,7 +42,9 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     if hidden.dtype not in _FLOATING:
         raise TypeError(f"hidden must be float64, float32, bfloat16 or float16, got {hidden.dtype}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"target must hold class ids (int64 or int32; soft targets are not supported), got {target.dtype}")
+        raise TypeError(
+            f"target must hold class ids (int64 or int32; soft targets are not supported), got {target.dtype}"
+        )
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target must be int64 or int32, got {target.dtype}")
     if target.shape != hidden.shape[:-1]:
@@ -95,7 +95,7 @@ def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, e
     if rows == 0 and (hasattr(weight, "ds_id") or hasattr(weight, "ds_shape")):
         raise ValueError(
             f"weight has 0 rows where rank {rank} of {world_size} holds {shard.num_rows}: DeepSpeed ZeRO-3 has "
-            "partitioned it; compute the loss inside the forward of the module that owns it, or gather it around the call"
+            "partitioned it; compute the loss in the forward of the module that owns it, or gather it around the call"
         )
     if explicit:
         raise ValueError(f"weight has {rows} rows, but vocab_shard {shard} has {shard.num_rows}")
@@ -193,7 +193,9 @@ def agree(
             raise error
         return None if vocab_size is None else known.get(vocab_size)
     summary = None if error is not None else summarize()
-    answers = collectives.all_gather_object((None if error is None else f"{type(error).__name__}: {error}", summary), group)
+    answers = collectives.all_gather_object(
+        (None if error is None else f"{type(error).__name__}: {error}", summary), group
+    )
     if error is not None:
         raise error
     for rank, (text, _) in enumerate(answers):

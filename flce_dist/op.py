@@ -140,9 +140,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         factor = call.grad_factor(hidden.dtype)
         grad_weights = None
         if any(call.needs) and not call.options.recompute:
@@ -191,5 +189,3 @@ def _recompute(ctx: Any, grad_loss: Tensor) -> tuple[Gradients, Tensor]:
         weights, grad_loss = weights.scaled(per_row), grad_loss.new_ones(())
     _, gradients = run_chunks(call, hidden, weight, bias, weights.scaled(ctx.factor * call.options.logit_scale), stats)
     return gradients, grad_loss
-
-

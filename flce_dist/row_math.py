@@ -67,9 +67,7 @@ def row_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec)
     negative_log_prob = (stats[MAX] - stats[TARGET]) + log_sum
     losses = weights.target * negative_log_prob
     if weights.uniform is not None:
-        losses = losses + weights.uniform * (
-            stats[spec.weight_sum_row] * log_sum - stats[spec.weighted_sum_row]
-        )
+        losses = losses + weights.uniform * (stats[spec.weight_sum_row] * log_sum - stats[spec.weighted_sum_row])
     if weights.square is not None:
         losses = losses + weights.square * log_sum_exp(stats).square()
     if spec.token_scaling:

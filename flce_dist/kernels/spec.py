@@ -18,6 +18,7 @@ for float64 logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,10 +85,14 @@ class RowWeights(NamedTuple):
     square: Tensor | None
 
     def slice(self, start: int, stop: int) -> RowWeights:
-        return RowWeights(*(None if w is None else w[start:stop] for w in self))
+        return self._each(lambda w: w[start:stop])
 
     def scaled(self, factor: Tensor | float) -> RowWeights:
-        return RowWeights(*(None if w is None else w * factor for w in self))
+        return self._each(lambda w: w * factor)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RowWeights:
+        uniform = None if self.uniform is None else change(self.uniform)
+        return RowWeights(change(self.target), uniform, None if self.square is None else change(self.square))
 
 
 def stats_dtype(logits_dtype: torch.dtype) -> torch.dtype:

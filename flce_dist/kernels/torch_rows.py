@@ -59,8 +59,9 @@ def row_grad_(
 ) -> None:
     for rows in _row_blocks(logits):
         z = _capped(logits[rows], spec)
-        block_weights = RowWeights(*(None if w is None else w[rows] for w in weights))
-        grad[rows] = _block_grad(z, stats[:, rows], target[rows], block_weights, spec, column_weight)
+        grad[rows] = _block_grad(
+            z, stats[:, rows], target[rows], weights.slice(rows.start, rows.stop), spec, column_weight
+        )
 
 
 def row_stats_grad_(
@@ -95,9 +96,7 @@ def _owned(target: Tensor, num_columns: int) -> Tensor:
     return (target >= 0) & (target < num_columns)
 
 
-def _block_stats(
-    z: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None, first_column: int
-) -> Tensor:
+def _block_stats(z: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None, first_column: int) -> Tensor:
     num_columns = z.shape[1]
     out = z.new_zeros(spec.num_stats, z.shape[0])
     out[MAX] = -torch.inf

@@ -12,145 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights, stats_dtype
-
-_MAX, _SUM, _TARGET, _OWNED = (tl.constexpr(row) for row in (MAX, SUM, TARGET, OWNED))
-_ALIGN = tl.constexpr(16)
-_LOWEST_ID_START = tl.constexpr(2**30)
-
-
-@triton.jit
-def _tanh(x):
-    # No tanh that both the GPU and the interpreter know. Near 0 the exponential forms lose digits.
-    u = tl.exp(-2.0 * tl.abs(x))
-    if x.dtype == tl.float64:
-        # expm1(y) = (u - 1) * y / log(u) with u = exp(y), where rounding errors of u cancel (Kahan).
-        near = (u - 1.0) * (-2.0 * tl.abs(x)) / tl.log(tl.where((u == 1.0) | (u == 0.0), 0.5, u))
-        expm1 = tl.where(u == 1.0, -2.0 * tl.abs(x), tl.where(u == 0.0, -1.0, near))
-        magnitude = -expm1 / (2.0 + expm1)
-        return tl.where(x < 0.0, -magnitude, magnitude)
-    else:
-        y = x * x
-        series = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949)))
-        far = (1.0 - u) / (1.0 + u)
-        return tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def _load_tile(row, columns, num_columns, padded, SOFTCAP: tl.constexpr, ACC: tl.constexpr):
-    z = tl.load(row + columns, mask=columns < padded, other=0.0).to(ACC)
-    if SOFTCAP is not None:
-        z = SOFTCAP * _tanh(z / SOFTCAP)
-    return tl.where(columns < num_columns, z, float("-inf"))
-
-
-@triton.jit
-def _scan_row(
-    row, out, out_stride, target, column_weight, num_columns, first_column,
-    SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes the statistics of one row to `out`; returns its max, sum, target logit and sum of column weights."""
-    m = tl.full((), float("-inf"), ACC)
-    s = tl.full((), 0.0, ACC)
-    weighted_sum = tl.full((), 0.0, ACC)
-    weight_sum = tl.full((), 0.0, ACC)
-    entropy = tl.full((), 0.0, ACC)
-    best = tl.full((), _LOWEST_ID_START, tl.int32)
-    padded = tl.cdiv(num_columns, _ALIGN) * _ALIGN
-    for start in range(0, padded, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
-        tile_max = tl.max(z, 0)
-        if ARGMAX >= 0:
-            tile_best = tl.min(tl.where((z == tile_max) & (columns < num_columns), columns, _LOWEST_ID_START), 0)
-            best = tl.where((tile_max > m) | (best == _LOWEST_ID_START), tile_best, best)
-        new_m = tl.maximum(m, tile_max)
-        # A row of nothing but -inf so far keeps max -inf and sum 0: shifting it by -inf would make nan.
-        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        rescale = tl.where(m == float("-inf"), 0.0, m - shift)
-        e = tl.exp(z - shift)
-        if ENTROPY >= 0:
-            entropy = (entropy + rescale * s) * tl.exp(rescale) + tl.sum(tl.where(e > 0.0, (z - shift) * e, 0.0), 0)
-        if WEIGHTED >= 0:
-            weighted_sum += rescale * weight_sum
-            if column_weight is None:
-                weighted_sum += tl.sum(tl.where(columns < num_columns, z - shift, 0.0), 0)
-                weight_sum += tl.sum((columns < num_columns).to(ACC), 0)
-            else:
-                c = tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
-                weighted_sum += tl.sum(tl.where(columns < num_columns, c * (z - shift), 0.0), 0)
-                weight_sum += tl.sum(c, 0)
-        s = s * tl.exp(rescale) + tl.sum(e, 0)
-        m = new_m
-    owned = (target >= 0) & (target < num_columns)
-    at_target = tl.load(row + target, mask=owned, other=0.0).to(ACC)
-    if SOFTCAP is not None:
-        at_target = SOFTCAP * _tanh(at_target / SOFTCAP)
-    tl.store(out + _MAX * out_stride, m)
-    tl.store(out + _SUM * out_stride, s)
-    tl.store(out + _TARGET * out_stride, at_target)
-    tl.store(out + _OWNED * out_stride, owned.to(ACC))
-    if WEIGHTED >= 0:
-        tl.store(out + WEIGHTED * out_stride, weighted_sum)
-        tl.store(out + WEIGHT * out_stride, weight_sum)
-    if ARGMAX >= 0:
-        tl.store(out + ARGMAX * out_stride, tl.where(num_columns > 0, (best + first_column).to(ACC), float("inf")))
-    if ENTROPY >= 0:
-        tl.store(out + ENTROPY * out_stride, entropy)
-    return m, s, at_target, weight_sum
-
-
-@triton.jit
-def _grad_row(
-    row, grad, target, m, s, at_target, weight_sum, target_weight, uniform_weight, square_weight, column_weight,
-    num_columns, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Writes the gradient of one row; `*_weight` are this row's coefficients, or None."""
-    b = target_weight
-    a = b
-    active = b != 0.0
-    if uniform_weight is not None:
-        active = active | (uniform_weight != 0.0)
-        a += uniform_weight * weight_sum
-    if square_weight is not None:
-        active = active | (square_weight != 0.0)
-        a += 2.0 * square_weight * (m + tl.log(s))
-    if TOKEN_SCALING:
-        target_prob = tl.exp(at_target - m) / s
-        a *= target_prob
-        b *= target_prob
-    a = a / s
-    padded = tl.cdiv(num_columns, _ALIGN) * _ALIGN
-    if active:
-        for start in range(0, padded, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
-            g = a * tl.exp(z - m)
-            g = tl.where(columns == target, g - b, g)
-            if uniform_weight is not None:
-                u = uniform_weight
-                if TOKEN_SCALING:
-                    u *= target_prob
-                if column_weight is None:
-                    g -= u
-                else:
-                    g -= u * tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
-            if SOFTCAP is not None:
-                g *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
-            g = tl.where(columns < num_columns, g, 0.0)
-            if not IN_PLACE:
-                # A narrower gradient lies over logits of this tile that other threads may not have read yet.
-                tl.debug_barrier()
-            tl.store(grad + columns, g.to(grad.dtype.element_ty), mask=columns < padded)
-            if not IN_PLACE:
-                tl.debug_barrier()
-    else:
-        for start in range(0, padded, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            tl.store(grad + columns, tl.zeros((BLOCK,), grad.dtype.element_ty), mask=columns < padded)
-
+from .spec import RowSpec, RowWeights, stats_dtype
+from .triton_primitives import MAX_ROW, OWNED_ROW, SUM_ROW, TARGET_ROW, grad_row, scan_row
 
 _PER_CALL = ["stats_stride", "num_columns", "first_column"]
 _UNALIGNED = ["stats", "target", "target_weight", "uniform_weight", "square_weight", "column_weight"]
@@ -163,7 +26,7 @@ def _row_stats_kernel(
     ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
-    _scan_row(
+    scan_row(
         logits + i * logits_stride, stats + i, stats_stride, tl.load(target + i), column_weight, num_columns,
         first_column, SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
     )  # fmt: skip
@@ -188,10 +51,10 @@ def _row_grad_kernel(
     weight_sum = 0.0
     if WEIGHT >= 0:
         weight_sum = tl.load(stats + WEIGHT * stats_stride)
-    _grad_row(
+    grad_row(
         logits + i * logits_stride, grad + i * grad_stride, tl.load(target + i),
-        tl.load(stats + _MAX * stats_stride), tl.load(stats + _SUM * stats_stride),
-        tl.load(stats + _TARGET * stats_stride), weight_sum, tl.load(target_weight + i),
+        tl.load(stats + MAX_ROW * stats_stride), tl.load(stats + SUM_ROW * stats_stride),
+        tl.load(stats + TARGET_ROW * stats_stride), weight_sum, tl.load(target_weight + i),
         _load_or_none(uniform_weight, i), _load_or_none(square_weight, i), column_weight, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
     )  # fmt: skip
@@ -207,13 +70,13 @@ def _row_stats_grad_kernel(
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * logits_stride
     t = tl.load(target + i)
-    m, s, at_target, weight_sum = _scan_row(
+    m, s, at_target, weight_sum = scan_row(
         row, stats + i, stats_stride, t, column_weight, num_columns, 0,
         SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
     )  # fmt: skip
     # The target's logit is read by every thread above and overwritten below.
     tl.debug_barrier()
-    _grad_row(
+    grad_row(
         row, grad + i * grad_stride, t, m, s, at_target, weight_sum, tl.load(target_weight + i),
         _load_or_none(uniform_weight, i), _load_or_none(square_weight, i), column_weight, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
@@ -229,7 +92,7 @@ def _combine_kernel(
     mask = i < num_rows
     m = tl.full((BLOCK,), float("-inf"), ACC)
     for rank in range(num_ranks):
-        m = tl.maximum(m, tl.load(stats + (rank * NUM_STATS + _MAX) * num_rows + i, mask=mask, other=0.0))
+        m = tl.maximum(m, tl.load(stats + (rank * NUM_STATS + MAX_ROW) * num_rows + i, mask=mask, other=0.0))
     s = tl.zeros((BLOCK,), ACC)
     at_target = tl.zeros((BLOCK,), ACC)
     owned = tl.zeros((BLOCK,), ACC)
@@ -239,13 +102,13 @@ def _combine_kernel(
     best = tl.full((BLOCK,), float("inf"), ACC)
     for rank in range(num_ranks):
         base = stats + rank * NUM_STATS * num_rows + i
-        rank_m = tl.load(base + _MAX * num_rows, mask=mask, other=0.0)
-        rank_s = tl.load(base + _SUM * num_rows, mask=mask, other=0.0)
+        rank_m = tl.load(base + MAX_ROW * num_rows, mask=mask, other=0.0)
+        rank_s = tl.load(base + SUM_ROW * num_rows, mask=mask, other=0.0)
         # Equal maxima differ by 0 even when both are -inf; a rank without columns has -inf and shifts to -inf.
         shift = tl.where(rank_m == m, 0.0, rank_m - m)
         s += rank_s * tl.exp(shift)
-        at_target += tl.load(base + _TARGET * num_rows, mask=mask, other=0.0)
-        owned += tl.load(base + _OWNED * num_rows, mask=mask, other=0.0)
+        at_target += tl.load(base + TARGET_ROW * num_rows, mask=mask, other=0.0)
+        owned += tl.load(base + OWNED_ROW * num_rows, mask=mask, other=0.0)
         if WEIGHTED >= 0:
             rank_weight = tl.load(base + WEIGHT * num_rows, mask=mask, other=0.0)
             weight_sum += rank_weight
@@ -258,10 +121,10 @@ def _combine_kernel(
             rank_entropy = tl.load(base + ENTROPY * num_rows, mask=mask, other=0.0)
             entropy += tl.where(rank_s == 0.0, 0.0, (rank_entropy + rank_s * shift) * tl.exp(shift))
     out += i
-    tl.store(out + _MAX * num_rows, m, mask=mask)
-    tl.store(out + _SUM * num_rows, s, mask=mask)
-    tl.store(out + _TARGET * num_rows, at_target, mask=mask)
-    tl.store(out + _OWNED * num_rows, owned, mask=mask)
+    tl.store(out + MAX_ROW * num_rows, m, mask=mask)
+    tl.store(out + SUM_ROW * num_rows, s, mask=mask)
+    tl.store(out + TARGET_ROW * num_rows, at_target, mask=mask)
+    tl.store(out + OWNED_ROW * num_rows, owned, mask=mask)
     if WEIGHTED >= 0:
         tl.store(out + WEIGHTED * num_rows, weighted_sum, mask=mask)
         tl.store(out + WEIGHT * num_rows, weight_sum, mask=mask)
