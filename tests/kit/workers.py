@@ -149,7 +149,7 @@ class Pool:
         # The fork server has torch imported already: a worker starts in milliseconds, and it is forked from a process
         # that never ran an operation.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", __name__])
         for rank in range(MAX_WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self._folder.name, self._env, theirs), daemon=True)
