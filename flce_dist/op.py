@@ -178,7 +178,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             return None, None, None, None
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph=True"
+                "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
