@@ -14,7 +14,7 @@ from . import checks, collectives, row_math
 from .arguments import Arguments, group_of, resolve, summarize
 from .backend import row_kernels
 from .kernels.spec import RowSpec, stats_dtype
-from .op import Call, LinearCrossEntropy, Needs
+from .op import Call, LinearCrossEntropy, Needs, RowInputs
 from .options import LossOptions, LossOptionsDict
 from .plan import chunk_rows
 from .shard import VocabShard
@@ -108,7 +108,7 @@ def linear_cross_entropy(
         most_columns = checks.agree(
             group,
             str(options.get("check_ranks", "auto")),
-            hidden.device,
+            all(t.device.type == "cpu" for t in (hidden, weight, target) if isinstance(t, Tensor)),
             vocab_size if arguments is None else arguments.shard.vocab_size,
             error,
             lambda: summarize(_present(arguments)),
@@ -138,12 +138,19 @@ def _compute(args: Arguments, most_columns: int | None) -> Tensor | LossOutput:
         token_weight = None if token_weight is None else token_weight[kept]
     tokens = _token_layout(args, hidden, most_columns)
     dtype = stats_dtype(hidden.dtype)
-    target = tokens.to_loop(target, fill=options.ignore_index)
-    token_weight = None if token_weight is None else tokens.to_loop(token_weight, fill=0.0)
-    valid = target != options.ignore_index
-    column_weight = None
-    if args.class_weight is not None and options.label_smoothing:
-        column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()
+
+    def row_inputs() -> RowInputs:
+        ids = tokens.to_loop(target, fill=options.ignore_index)
+        valid = ids != options.ignore_index
+        weight_of_row = None if token_weight is None else tokens.to_loop(token_weight, fill=0.0)
+        column_weight = None
+        if args.class_weight is not None and options.label_smoothing:
+            column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()
+        weights = row_math.row_weights(
+            options, ids, valid, args.shard.vocab_size, dtype, args.class_weight, weight_of_row, args.normalizer
+        )
+        return RowInputs(ids, args.shard.local_ids(ids, valid), valid, weights, column_weight)
+
     grad = torch.is_grad_enabled()
     call = Call(
         options=options,
@@ -164,19 +171,14 @@ def _compute(args: Arguments, most_columns: int | None) -> Tensor | LossOutput:
         ),
         reduce_hidden_grad=args.reduce_hidden_grad,
         hidden_grad_scale=args.hidden_grad_scale,
-        target=args.shard.local_ids(target, valid),
-        valid=valid,
-        weights=row_math.row_weights(
-            options, target, valid, args.shard.vocab_size, dtype, args.class_weight, token_weight, args.normalizer
-        ),
-        column_weight=column_weight,
+        make_inputs=row_inputs,
     )
     loss, stats = LinearCrossEntropy.apply(call, hidden, args.weight, args.bias)
-    _check_targets(target, row_math.badly_owned(stats, valid), args)
+    _check_targets(call.inputs.ids, row_math.badly_owned(stats, call.inputs.valid), args)
     if options.reduction == "none":
         loss = loss if kept is None else loss.new_zeros(args.target.shape).index_copy(0, kept, loss)
         loss = loss.reshape(args.shape)
-    return LossOutput(loss, **_aux(args, call, stats, target, kept)) if args.aux else loss
+    return LossOutput(loss, **_aux(args, call, stats, kept)) if args.aux else loss
 
 
 def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
@@ -213,8 +215,8 @@ def _check_targets(target: Tensor, bad: Tensor, args: Arguments) -> None:
         )
 
 
-def _aux(args: Arguments, call: Call, stats: Tensor, target: Tensor, kept: Tensor | None) -> dict[str, Tensor]:
-    spec, valid, tokens = call.spec, call.valid, call.tokens
+def _aux(args: Arguments, call: Call, stats: Tensor, kept: Tensor | None) -> dict[str, Tensor]:
+    spec, valid, tokens = call.spec, call.inputs.valid, call.tokens
 
     def per_token(values: Tensor) -> Tensor:
         local = tokens.to_local(values)
@@ -227,7 +229,7 @@ def _aux(args: Arguments, call: Call, stats: Tensor, target: Tensor, kept: Tenso
         if name == "num_valid":
             found[name] = valid.sum()
         elif name == "z_loss":
-            losses = row_math.z_losses(stats, call.weights, valid, spec)
+            losses = row_math.z_losses(stats, call.inputs.weights, valid, spec)
             found[name] = per_token(losses) if call.options.reduction == "none" else losses.sum()
         elif name == "lse":
             found[name] = per_token(row_math.log_sum_exp(stats))
@@ -236,7 +238,7 @@ def _aux(args: Arguments, call: Call, stats: Tensor, target: Tensor, kept: Tenso
         elif name == "predictions":
             found[name] = per_token(row_math.predictions(stats, spec))
         else:
-            hits = (valid & (row_math.predictions(stats, spec) == target)).sum()
+            hits = (valid & (row_math.predictions(stats, spec) == call.inputs.ids)).sum()
             found[name] = hits.to(stats.dtype) / valid.sum().clamp(min=1)
     return found
 

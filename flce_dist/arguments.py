@@ -3,6 +3,7 @@ shard's place found, everything checked on this rank."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -72,6 +73,8 @@ def resolve(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    if group is not None and collectives.world_size(group) < 1:
+        raise ValueError("this rank is not in the group that was passed")
     _check_layout(hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, aux, options)
     if isinstance(weight, DTensor):
         weight, bias, vocab_shard = _unpack_weight(weight, bias, group_of(weight, group), vocab_size, vocab_shard)
@@ -134,11 +137,13 @@ def summarize(args: Arguments) -> checks.Summary:
         "hidden_grad_scale": args.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else float(args.normalizer),
     }
-    if not replicated:
-        return checks.Summary(args.shard, equal)
-    equal["the number of tokens"] = args.hidden.shape[0]
-    equal["the targets (compared by checksum)"] = checks.checksum(args.target)
-    return checks.Summary(args.shard, equal, checks.sketch(args.hidden))
+    same = {"class_weight": args.class_weight}
+    if replicated:
+        equal["the number of tokens"] = args.hidden.shape[0]
+        equal["the targets (compared by checksum)"] = checks.checksum(args.target)
+        same |= {"hidden": args.hidden, "token_weight": args.token_weight}
+    sketches = {name: checks.sketch(tensor) for name, tensor in same.items() if tensor is not None}
+    return checks.Summary(args.shard, equal, sketches)
 
 
 def _check_layout(
@@ -159,6 +164,8 @@ def _check_layout(
         raise ValueError(f"max_tokens must be a non-negative int, got {max_tokens!r}")
     if isinstance(hidden_grad_scale, bool) or not isinstance(hidden_grad_scale, int | float):
         raise TypeError(f"hidden_grad_scale must be a number, got {hidden_grad_scale!r}")
+    if not math.isfinite(hidden_grad_scale):
+        raise ValueError(f"hidden_grad_scale must be finite, got {hidden_grad_scale}")
     for name in aux:
         if name not in AUX_NAMES:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
@@ -184,6 +191,7 @@ def _place(
             )
         shard = VocabShard.even(vocab_size, rank, world_size)
     else:
+        checks.check_not_empty(weight)
         shard = VocabShard(weight.shape[0] if vocab_size is None else vocab_size, 0, weight.shape[0])
     checks.check_shard(weight, shard, rank, world_size, explicit=vocab_shard is not None)
     if world_size == 1:
