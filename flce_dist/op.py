@@ -149,24 +149,62 @@ def softmax_rows(
     return known, grad
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats [K, N])`.
+class Computed(NamedTuple):
+    """`loss` is `[]`, or `[n]` with reduction "none"; `stats [K, N]` in loop order; gradients for an upstream gradient
+    of `factor`, where forward makes them."""
 
-    `loss` is `[]`, or `[n]` with reduction "none"; `stats` is not differentiable and in loop order.
-    """
+    loss: Tensor
+    stats: Tensor
+    gradients: Gradients | None
+    factor: float
+
+
+def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Computed:
+    """The forward pass."""
+    factor = call.grad_factor(hidden.dtype)
+    now = any(call.needs) and not call.options.recompute
+    grad_scale = factor * call.options.logit_scale if now else None
+    stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
+    losses = row_math.row_losses(stats, call.inputs.weights, call.inputs.valid, call.spec)
+    loss = call.tokens.to_local(losses).clone() if call.options.reduction == "none" else losses.sum()
+    return Computed(loss, stats, gradients if now else None, factor)
+
+
+def recompute(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor | None, grad_loss: Tensor
+) -> Gradients:
+    """Gradients from logits made again, and from statistics made again when they are None. One upstream gradient a
+    token is folded into the rows' coefficients."""
+    factor = call.grad_factor(hidden.dtype)
+    grad_scale: Tensor | float = factor * call.options.logit_scale
+    if call.options.reduction == "none":
+        grad_scale = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0) * grad_scale
+        grad_loss = grad_loss.new_ones(())
+    _, gradients = run_chunks(call, hidden, weight, bias, grad_scale, stats)
+    scale_gradients_(call, gradients, grad_loss, factor)
+    return gradients
+
+
+def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: float) -> None:
+    """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
+    hidden, *others = gradients
+    if hidden is not None:
+        call.rows.scale_(hidden, grad_loss, call.hidden_grad_scale / factor)
+    for gradient in others:
+        if gradient is not None:
+            call.rows.scale_(gradient, grad_loss, 1.0 / factor)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats)`, as in `Computed`; `stats` is not
+    differentiable."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        factor = call.grad_factor(hidden.dtype)
-        now = any(call.needs) and not call.options.recompute
-        grad_scale = factor * call.options.logit_scale if now else None
-        stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
-        losses = row_math.row_losses(stats, call.inputs.weights, call.inputs.valid, call.spec)
-        loss = call.tokens.to_local(losses).clone() if call.options.reduction == "none" else losses.sum()
+        loss, stats, gradients, factor = compute(call, hidden, weight, bias)
         if any(call.needs):
-            ctx.call, ctx.factor = call, factor
-            # Handed out once, so kept beside the saved tensors, which a retained graph may read twice.
-            ctx.gradients = gradients if now else None
+            # Gradients are handed out once, so they stay beside the saved tensors, which may be read twice.
+            ctx.call, ctx.gradients, ctx.factor = call, gradients, factor
             ctx.save_for_backward(hidden, weight, bias, stats)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
@@ -181,29 +219,14 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            gradients, grad_loss = _recompute(ctx, grad_loss)
-        scale_hidden = ctx.call.hidden_grad_scale / ctx.factor
-        for gradient, host_factor in zip(gradients, (scale_hidden, 1.0 / ctx.factor, 1.0 / ctx.factor), strict=True):
-            if gradient is not None:
-                ctx.call.rows.scale_(gradient, grad_loss, host_factor)
-        return None, *gradients
-
-
-def _recompute(ctx: Any, grad_loss: Tensor) -> tuple[Gradients, Tensor]:
-    """Gradients from logits made again. For one upstream gradient a token it is folded into the rows' coefficients and
-    the factor that is left is 1."""
-    call: Call = ctx.call
-    hidden, weight, bias, stats = ctx.saved_tensors
-    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
-        raise RuntimeError(
-            "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside of "
-            "the module that owns it), and this backward needs it again: compute the loss inside the head module's "
-            'forward, or use backward="forward" and call backward once'
-        )
-    grad_scale: Tensor | float = ctx.factor * call.options.logit_scale
-    if call.options.reduction == "none":
-        grad_scale = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0) * grad_scale
-        grad_loss = grad_loss.new_ones(())
-    _, gradients = run_chunks(call, hidden, weight, bias, grad_scale, stats)
-    return gradients, grad_loss
+        if gradients is not None:
+            scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)
+            return None, *gradients
+        hidden, weight, bias, stats = ctx.saved_tensors
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
+            raise RuntimeError(
+                "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside "
+                "of the module that owns it), and this backward needs it again: compute the loss inside the head "
+                'module\'s forward, or use backward="forward" and call backward once'
+            )
+        return None, *recompute(ctx.call, hidden, weight, bias, stats, grad_loss)
