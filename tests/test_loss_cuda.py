@@ -48,7 +48,7 @@ def make_case(row: dict[str, Any], **more: Any) -> Case:
 
 
 @pytest.mark.parametrize("row", all_pairs(CUDA_AXES, allowed), ids=case_id)
-def test_features_in_pairs(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_in_pairs(row: dict[str, Any]) -> None:
     if row["chunk_rows"] is not None:
         row = row | {"chunk_rows": 64}
     case = make_case(row)
@@ -75,16 +75,12 @@ def test_no_host_synchronisation(reduction: str, options: dict[str, Any]) -> Non
     hidden, weight, target = leaves()
     upstream = torch.rand(512 if reduction == "none" else (), device=DEVICE)
     normalizer = (target != -100).sum() if reduction == "mean" else None
-    linear_cross_entropy(hidden, weight, target, reduction=reduction, normalizer=normalizer, **options).backward(
-        upstream
-    )
+    keywords: dict[str, Any] = {"reduction": reduction, "normalizer": normalizer, "chunk_rows": 128, **options}
+    linear_cross_entropy(hidden, weight, target, **keywords).backward(upstream)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_cross_entropy(
-            hidden, weight, target, reduction=reduction, normalizer=normalizer, chunk_rows=128, **options
-        )
-        loss.backward(upstream)
+        linear_cross_entropy(hidden, weight, target, **keywords).backward(upstream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
