@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import collectives, row_math
 from .arguments import Arguments
-from .backend import row_kernels
 from .kernels.spec import RowSpec, stats_dtype
 from .op import Call, Needs, RowInputs
 from .plan import chunk_rows
@@ -53,7 +52,7 @@ def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared
         options=options,
         shard=args.shard,
         tokens=tokens,
-        rows=row_kernels(options.backend, hidden.device),
+        rows=args.rows,
         spec=RowSpec(
             softcap=None if options.softcap is None else float(options.softcap),
             uniform=options.label_smoothing > 0,
