@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed the two and deprecates the older names, which torch 2.11 knows alone.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def world_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
@@ -20,15 +24,8 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`[...]` of each rank to `[W, ...]` on all ranks."""
     out = tensor.new_empty(world_size(group), *tensor.shape)
-    dist.all_gather_into_tensor(out.view(-1), tensor.contiguous().view(-1), group=group)
+    _gather_single(out.view(-1), tensor.contiguous().view(-1), group=group)
     return out
-
-
-def all_gather_start(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts gathering `tensor [c, H]` of each rank into `out [W * c, H]`."""
-    work = dist.all_gather_into_tensor(out, tensor, group=group, async_op=True)
-    assert work is not None
-    return work
 
 
 def all_reduce_start(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -41,7 +38,7 @@ def all_reduce_start(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
 def reduce_scatter_start(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts the sum over the ranks of `tensor [W * c, H]`, of which rank r gets rows `[r * c, (r + 1) * c)` in
     `out [c, H]`."""
-    work = dist.reduce_scatter_tensor(out, tensor, group=group, async_op=True)
+    work = _scatter_single(out, tensor, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -90,19 +90,10 @@ def test_mixed_dtypes_without_autocast_name_both(dtypes: tuple[torch.dtype, ...]
     assert all(name in str(caught.value) for name in names), caught.value
 
 
-def test_fp32_bias_with_16_bit_weight_works_or_names_both() -> None:
+def test_fp32_bias_with_16_bit_weight_names_both() -> None:
     full = make_inputs(CASE)
-    hidden, weight, bias = full.hidden.bfloat16(), full.weight.bfloat16(), torch.linspace(-1, 1, 64).requires_grad_()
-    try:
-        loss = linear_cross_entropy(hidden, weight, full.target, bias=bias)
-    except (TypeError, ValueError) as error:
-        assert "float32" in str(error)
-        assert "bfloat16" in str(error)
-        return
-    loss.backward()
-    expected = oracle.reference(hidden, weight, full.target, bias=bias)
-    compare.assert_loss(loss, expected.loss, compare.TOL16.loss)
-    compare.assert_close(bias.grad, expected.bias_grad, compare.TOL16.grad, "bias gradient")
+    with pytest.raises((TypeError, ValueError), match=r"bias.*bfloat16.*float32|bias.*float32.*bfloat16"):
+        linear_cross_entropy(full.hidden.bfloat16(), full.weight.bfloat16(), full.target, bias=torch.zeros(64))
 
 
 @pytest.mark.parametrize("dtypes", [(F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)], ids=str)

@@ -47,7 +47,7 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"hidden": [[1.0]]}, TypeError, ["hidden", "list"]),
         ({"target": [1, 2]}, TypeError, ["target", "list"]),
         ({"weight": torch.nn.Linear(8, 21)}, TypeError, ["weight", "Linear"]),
-        ({"normalizer": "six"}, TypeError, ["normalizer", "str"]),
+        ({"normalizer": "six"}, TypeError, ["normalizer", "six"]),
         # what cannot be differentiated
         ({"token_weight": torch.ones(6, requires_grad=True)}, REFUSED, ["token_weight"]),
         ({"class_weight": torch.ones(21, requires_grad=True)}, REFUSED, ["class_weight"]),

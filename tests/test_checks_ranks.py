@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flce_dist import VocabShard, linear_cross_entropy
-from tests.kit.workers import Context, Outcome, Pool
+from tests.kit.workers import MAX_WORLD, Context, Outcome, Pool, fresh_group
 
 N, H, V = 6, 8, 8
 
@@ -79,17 +79,17 @@ LOCAL = {
 def test_a_local_error_on_one_rank_is_raised_on_all(name: str, bad_rank: int, workers: Pool) -> None:
     change, error = LOCAL[name]
     results = outcomes(workers, 2, {bad_rank: change})
-    assert_all_raise(results, error)
-    # The rank that was fine learns which one was not.
-    other = results[1 - bad_rank].error
-    assert other is not None
-    assert f"rank {bad_rank}" in other.message, other.message
+    assert_all_raise([results[bad_rank]], error)
+    # The rank that was fine learns which one was not, and what it said.
+    own = results[bad_rank].error
+    assert own is not None
+    assert_all_raise([results[1 - bad_rank]], ("ValueError", "TypeError"), f"rank {bad_rank}", own.message)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2, 3])
 def test_a_local_error_on_one_of_four_ranks(bad_rank: int, workers: Pool) -> None:
     results = outcomes(workers, 4, {bad_rank: {"target": torch.zeros(N - 1, dtype=torch.int64)}})
-    assert_all_raise(results, "ValueError")
+    assert_all_raise(results, "ValueError", f"{N - 1}")
 
 
 def test_the_same_local_error_on_all_ranks(workers: Pool) -> None:
@@ -121,6 +121,7 @@ DISAGREEMENTS = {
     "reduction of hidden grad": {"reduce_hidden_grad": False},
     "normaliser": {"normalizer": 3.0},
     "aux": {"aux": ("entropy",)},
+    "scale of hidden grad": {"hidden_grad_scale": 2.0},
     "bias on one rank": {"bias": torch.zeros(V // 2)},
     "token weight on one rank": {"token_weight": torch.ones(N)},
     "class weight on one rank": {"class_weight": torch.ones(V)},
@@ -131,6 +132,18 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_ranks_that_disagree_all_raise(name: str, workers: Pool) -> None:
     assert_all_raise(outcomes(workers, 2, {1: DISAGREEMENTS[name]}), "ValueError")
+
+
+@pytest.mark.parametrize("name", ["class_weight", "token_weight"])
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_ranks_that_disagree_about_the_data_of_weights(name: str, layout: str, workers: Pool) -> None:
+    """Each is fine alone; together they are a loss that no weighting gives. Sharded tokens have their own weights."""
+    values = torch.linspace(0.5, 2.0, V if name == "class_weight" else N)
+    results = outcomes(workers, 2, {1: {name: values.flip(0)}}, **{name: values, "hidden_layout": layout})
+    if name == "token_weight" and layout == "sharded":
+        assert all(o.error is None for o in results)
+    else:
+        assert_all_raise(results, "ValueError", name)
 
 
 @pytest.mark.parametrize("name", ["number of tokens", "softcap", "target data", "bias on one rank"])
@@ -217,7 +230,7 @@ def test_ranks_work_on_after_errors(workers: Pool) -> None:
     test_the_unchanged_call_is_right(workers)
 
 
-def _raw_fsdp2_weight(ctx: Context) -> None:
+def _raw_fsdp2_weight(ctx: Context, group: str) -> None:
     """A weight that FSDP2 sharded over the same ranks as data, passed as if it were a tensor-parallel shard."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -227,40 +240,52 @@ def _raw_fsdp2_weight(ctx: Context) -> None:
     weight = distribute_tensor(base["weight"].detach(), data_mesh, [Shard(0)])
     # Each data-parallel rank has its own batch.
     hidden = torch.randn(N, H, generator=torch.Generator().manual_seed(ctx.rank))
-    linear_cross_entropy(hidden, weight, base["target"], group=ctx.group)
+    linear_cross_entropy(hidden, weight, base["target"], group=ctx.group if group == "given" else None)
 
 
-def test_raw_fsdp2_weight_as_a_shard(workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight), "ValueError")
+@pytest.mark.parametrize("group", ["given", "none"])
+def test_raw_fsdp2_weight_as_a_shard(group: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight, group), "ValueError")
 
 
-def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> None:
+def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> float:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     base = arguments(0, 1)
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
-    placement = {"columns": Shard(1), "replicated": Replicate(), "no group": Shard(0)}[kind]
+    placement = {"columns": Shard(1), "replicated": Replicate(), "rows": Shard(0)}[kind]
     weight = distribute_tensor(base["weight"].detach(), mesh, [placement])
-    group = None if kind == "no group" else ctx.group
-    linear_cross_entropy(base["hidden"], weight, base["target"], group=group)
+    group = None if kind == "rows" else ctx.group
+    return linear_cross_entropy(base["hidden"], weight, base["target"], group=group).item()
 
 
-@pytest.mark.parametrize("kind", ["columns", "replicated", "no group"])
+@pytest.mark.parametrize("kind", ["columns", "replicated"])
 def test_dtensor_with_a_wrong_placement(kind: str, workers: Pool) -> None:
     results = workers.outcomes(2, _dtensor_with_a_wrong_placement, kind)
     assert_all_raise(results, ("ValueError", "NotImplementedError"))
 
 
-def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None]:
-    """Errors of three calls on one fresh group: agreeing, disagreeing about a coefficient, agreeing."""
-    import torch.distributed as dist
+def test_dtensor_shard_without_a_group_is_right_or_refused(workers: Pool) -> None:
+    """Never the loss of the local rows alone."""
+    results = workers.outcomes(2, _dtensor_with_a_wrong_placement, "rows")
+    base = arguments(0, 1)
+    expected = torch.nn.functional.cross_entropy(base["hidden"] @ base["weight"].T, base["target"]).item()
+    if any(o.error is not None for o in results):
+        assert_all_raise(results, "ValueError", "group")
+    else:
+        assert [o.value for o in results] == pytest.approx([expected] * 2, rel=1e-5)
 
-    group = dist.new_group(list(range(ctx.world)), use_local_synchronization=True)
+
+def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None] | None:
+    """Errors of three calls on one fresh group: agreeing, disagreeing about a coefficient, agreeing."""
+    group = fresh_group(ctx, [0, 1])
+    if group is None:
+        return None
     errors: list[str | None] = []
     for softcap in (None, 30.0 if ctx.rank else 20.0, None):
         try:
-            linear_cross_entropy(**arguments(ctx.rank, ctx.world), group=group, softcap=softcap, check_ranks=mode)
+            linear_cross_entropy(**arguments(ctx.rank, 2), group=group, softcap=softcap, check_ranks=mode)
             errors.append(None)
         except ValueError as error:
             errors.append(type(error).__name__)
@@ -272,4 +297,4 @@ def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None]:
     [("always", [None, "ValueError", None]), ("first", [None, None, None]), ("never", [None, None, None])],
 )
 def test_what_each_mode_of_checking_catches(mode: str, expected: list[str | None], workers: Pool) -> None:
-    assert workers.run(2, _second_call_disagrees, mode) == [expected] * 2
+    assert workers.run(MAX_WORLD, _second_call_disagrees, mode)[:2] == [expected] * 2

@@ -8,7 +8,7 @@ import torch
 from flce_dist import linear_cross_entropy
 from tests.kit.cases import Case, loss_arguments, make_inputs
 from tests.kit.trace import Event, Trace
-from tests.kit.workers import Context, Pool
+from tests.kit.workers import MAX_WORLD, Context, Pool, fresh_group
 
 CHUNKS = 4
 CASE = Case(lead=(16,), chunk_rows=4, world=2, ignored="none")
@@ -142,12 +142,11 @@ def _trace_alone(ctx: Context, case: Case, grouped: bool, check_ranks: str) -> A
     return names(forward.events), names(backward.events)
 
 
-def _checks_of_two_calls(ctx: Context, case: Case, mode: str | None) -> list[int]:
-    """Collectives beyond those of the loop, in the first and the second call on a fresh group."""
-    import torch.distributed as dist
-
-    ranks = list(range(ctx.world))
-    group = dist.new_group(ranks, use_local_synchronization=True)
+def _checks_of_two_calls(ctx: Context, case: Case, mode: str | None) -> list[int] | None:
+    """Collectives beyond those of the loop, in the first and the second call on a fresh group of ranks 0 and 1."""
+    group = fresh_group(ctx, [0, 1])
+    if group is None:
+        return None
     (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, group)
     counts = []
     for _ in range(2):
@@ -161,7 +160,7 @@ def _checks_of_two_calls(ctx: Context, case: Case, mode: str | None) -> list[int
     ("mode", "expected"), [("never", (0, 0)), ("first", (1, 0)), ("always", (1, 1)), ("auto", (1, 1)), (None, (1, 1))]
 )
 def test_when_ranks_are_compared(mode: str | None, expected: tuple[int, int], workers: Pool) -> None:
-    for counts in workers.run(2, _checks_of_two_calls, CASE, mode):
+    for counts in workers.run(MAX_WORLD, _checks_of_two_calls, CASE, mode)[:2]:
         assert [min(count, 1) for count in counts] == list(expected), counts
         assert max(counts) <= 2, "a comparison takes at most two collectives"
 

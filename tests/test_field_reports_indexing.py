@@ -48,9 +48,7 @@ class TestB10VocabularyIsNoMultipleOfTheBlock:
         target = torch.randint(vocab_size, (num_tokens,), generator=generator)
         return hidden, weight, torch.full((vocab_size,), -60.0), target
 
-    def check(
-        self, pool: Pool, vocab_size: int, world: int, backend: str, num_tokens: int, hidden_size: int
-    ) -> None:
+    def check(self, pool: Pool, vocab_size: int, world: int, backend: str, num_tokens: int, hidden_size: int) -> None:
         hidden, weight, bias, target = self.inputs(vocab_size, num_tokens, hidden_size)
         expected = oracle.reference(hidden, weight, target, bias=bias)
         results = pool.run(world, _biased, backend, vocab_size, num_tokens, hidden_size)
@@ -134,9 +132,7 @@ class TestB16ZeroTokens:
     @pytest.mark.parametrize("lead", [(0,), (0, 4), (4, 0), (2, 0, 3)])
     @pytest.mark.parametrize("reduction", REDUCTIONS)
     @pytest.mark.parametrize("world", [1, 2])
-    def test_no_tokens(
-        self, lead: tuple[int, ...], reduction: str, world: int, backend: str, pool_for: Any
-    ) -> None:
+    def test_no_tokens(self, lead: tuple[int, ...], reduction: str, world: int, backend: str, pool_for: Any) -> None:
         case = Case(lead=lead, reduction=reduction, world=world, backend=backend, bias=True)
         for result in check(case, pool_for(backend)):
             assert result.loss.shape == (lead if reduction == "none" else ())

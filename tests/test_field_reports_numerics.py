@@ -68,9 +68,7 @@ class TestB01LabelSmoothingUnderSharding:
         logits = torch.tensor([[gap, 0.0, 0.0, 0.0]])
         keywords = {"label_smoothing": 0.1, "backend": backend}
         for world, cuts in ((1, [0, 4]), (2, [0, 2, 4]), (4, [0, 1, 2, 3, 4])):
-            for loss, hidden_grad, _ in pool_for(backend).run(
-                world, _fixed, logits, torch.tensor([0]), cuts, keywords
-            ):
+            for loss, hidden_grad, _ in pool_for(backend).run(world, _fixed, logits, torch.tensor([0]), cuts, keywords):
                 assert loss.item() == pytest.approx(0.1 * gap * 3 / 4, rel=1e-6)
                 assert torch.isfinite(hidden_grad).all()
 
@@ -182,9 +180,7 @@ class TestB08ZLossUnderSharding:
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize(("world", "cuts"), [(2, [0, 6, 12]), (3, [0, 4, 8, 12]), (3, [0, 0, 11, 12])])
-    def test_gradient_and_value_of_given_logits(
-        self, world: int, cuts: list[int], backend: str, pool_for: Any
-    ) -> None:
+    def test_gradient_and_value_of_given_logits(self, world: int, cuts: list[int], backend: str, pool_for: Any) -> None:
         logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(2))
         p, lse = logits.double().softmax(-1), logits.double().logsumexp(-1)
         valid = self.TARGET != -100

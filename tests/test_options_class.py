@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from flce_dist.options import LossOptionsDict
 
 from flce_dist import LossOptions
+from flce_dist.options import LossOptionsDict
 
 DEFAULTS = {
     "reduction": "mean",

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from flce_dist.shard import partition_error
 
 from flce_dist import VocabShard
+from flce_dist.shard import partition_error
 
 SIZES = [1, 2, 3, 7, 8, 21, 128, 1000, 50257]
 WORLDS = [1, 2, 3, 4, 5, 8, 16]

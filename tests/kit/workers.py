@@ -149,7 +149,7 @@ class Pool:
         # The fork server has torch imported already: a worker starts in milliseconds, and it is forked from a process
         # that never ran an operation.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", __name__])
         for rank in range(MAX_WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self._folder.name, self._env, theirs), daemon=True)
@@ -170,6 +170,14 @@ class Pool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def fresh_group(ctx: Context, ranks: list[int]) -> Any:
+    """A new group, for tests of what happens on a group's first call. A job on all MAX_WORLD ranks must call it on
+    each; ranks outside of the group get None."""
+    assert ctx.world == MAX_WORLD, "new_group is a collective of all workers"
+    group = dist.new_group(ranks)
+    return group if ctx.rank in ranks else None
 
 
 def _stack_path(folder: str, rank: int) -> str:
