@@ -71,8 +71,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     on_gpu = args.device == "cuda"
     args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
     args.rounds = args.rounds or (12 if on_gpu else 5)
-    default = "flce,flce-fp32-accum,flce-fp32-logits,eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
-    sharded = "flce,flce-fp32-accum,flce-fp32-logits,fla-bf16-accum,fla,megatron,verl,loss_parallel,cce"
+    default = "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits,eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
+    sharded = "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits,fla-bf16-accum,fla,megatron,verl,loss_parallel,cce"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.methods = args.methods or ((sharded if ranks > 1 else default) if on_gpu else "flce,flce-torch-rows,eager")
     if args.graph and not on_gpu:

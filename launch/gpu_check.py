@@ -97,7 +97,11 @@ def tests(args: argparse.Namespace) -> list[Line]:
 def benchmark(args: argparse.Namespace, num_ranks: int) -> list[Line]:
     """The package beside the bare matrix products, and what else is installed."""
     out = args.out / f"bench-{num_ranks}"
-    methods = "flce,flce-fp32-accum,flce-fp32-logits,eager,compile" if num_ranks == 1 else "flce,flce-fp32-reduce"
+    methods = (
+        "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits,eager,compile"
+        if num_ranks == 1
+        else "flce,flce-narrow,flce-fp32-logits"
+    )
     options = ["--shapes", *args.shapes, "--methods", methods, "--rounds", "8", "--graph", "--out", str(out)]
     start = [sys.executable]
     if num_ranks > 1:

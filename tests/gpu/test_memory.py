@@ -1,11 +1,13 @@
 """What a step allocates on a GPU, and what stays reserved over many steps (field report B42)."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from flce_dist import linear_cross_entropy
+from flce_dist.gemm import accumulation_dtype
 from flce_dist.plan import chunk_rows, row_stride
 from tests.gpu.support import free_memory
 
@@ -36,22 +38,26 @@ def weight(device: torch.device) -> torch.Tensor:
 def test_extra_peak_is_the_sum_of_the_named_buffers(
     device: torch.device, weight: torch.Tensor, tokens: int, name: str
 ) -> None:
-    options = {"fp32-accumulation": {"accum_dtype": torch.float32}, "fp32-logits": {"logits_dtype": torch.float32}}
+    options: dict[str, Any] = {
+        "fp32-accumulation": {"accum_dtype": torch.float32},
+        "fp32-logits": {"logits_dtype": torch.float32},
+    }.get(name, {})
     itemsize = 4 if name == "fp32-logits" else 2
     rows = chunk_rows(tokens, VOCAB, itemsize, BUDGET)
     logits = rows * row_stride(VOCAB) * itemsize
     hidden_grad, weight_grad = tokens * WIDTH * 2, VOCAB * WIDTH * 2
     named = logits + hidden_grad + weight_grad
-    if name == "fp32-accumulation":
+    accumulated = accumulation_dtype(options.get("accum_dtype"), torch.bfloat16, -(-tokens // rows))
+    if accumulated == torch.float32:
         # The accumulator; the chunk's logits are gone when the gradient is cast to the weight's dtype.
         named = hidden_grad + 2 * weight_grad + max(logits, weight_grad)
-    elif name == "forward-only":
+    if name == "forward-only":
         named = logits
     hidden, target = make(tokens, device)
 
     def run() -> None:
         with torch.set_grad_enabled(name != "forward-only"):
-            loss = linear_cross_entropy(hidden, weight, target, **options.get(name, {}))
+            loss = linear_cross_entropy(hidden, weight, target, **options)
         if name != "forward-only":
             loss.backward()
 
