@@ -108,8 +108,8 @@ def linear_cross_entropy(
     )
     with on_device(args.hidden.device):
         prepared = prepare(args, most_columns, needs)
-        loss, stats = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared.call, stats)
+        loss, stats, owned = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
+        check_targets(args, prepared.call, stats, owned)
         if args.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss

@@ -85,19 +85,18 @@ def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> 
     return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
 
 
-def check_targets(args: Arguments, call: Call, stats: Tensor) -> None:
+def check_targets(args: Arguments, call: Call, stats: Tensor, owned: Tensor) -> None:
     """
     Raises:
-        IndexError: on all ranks, with value and place of a target that is on no rank or on two; on a GPU a device-side
-            assertion, so that the host does not wait.
+        IndexError: on all ranks, with value and place of a target that is on no rank or on two (`owned` is false); on a
+            GPU a device-side assertion, so that the host does not wait.
     """
-    bad = row_math.badly_owned(stats, call.inputs.valid)
     vocab_size, ignore_index = args.shard.vocab_size, args.options.ignore_index
-    if bad.device.type != "cpu":
+    if owned.device.type != "cpu":
         message = f"flce_dist: a target is outside [0, {vocab_size}) and not ignore_index={ignore_index}"
-        torch._assert_async(~bad.any(), message)
-    elif bad.any():
-        row = int(bad.nonzero()[0])
+        torch._assert_async(owned, message)
+    elif not owned:
+        row = int(row_math.badly_owned(stats, call.inputs.valid).nonzero()[0])
         raise IndexError(
             f"target {int(call.inputs.ids[row])} (row {row} of the group) is outside [0, {vocab_size}) and not "
             f"ignore_index={ignore_index}"
@@ -141,9 +140,9 @@ def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str,
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
-    with torch.autocast(device.type, enabled=False):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
+    with contextlib.ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            stack.enter_context(torch.cuda.device(device))
+        yield

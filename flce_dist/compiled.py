@@ -120,8 +120,8 @@ def _forward(
     tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
-        loss, stats, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared.call, stats)
+        loss, stats, owned, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
+        check_targets(args, prepared.call, stats, owned)
         if args.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         aux = aux_outputs(args, prepared, stats)

@@ -109,7 +109,9 @@ def run_chunks(
     weight_rows, bias_rows = weight[:columns], None if bias is None else bias[:columns]
     logits_dtype = call.options.logits_dtype or hidden.dtype
     buffer = logits_buffer(call.tokens.chunk_rows, columns, logits_dtype, hidden.device)
-    stats = buffer.new_empty(call.spec.num_stats, call.tokens.num_rows, dtype=stats_dtype(logits_dtype))
+    stats = known_stats
+    if stats is None:
+        stats = buffer.new_empty(call.spec.num_stats, call.tokens.num_rows, dtype=stats_dtype(logits_dtype))
     needs = call.needs if grad_scale is not None else Needs(False, False, False)
     hidden_grad = call.hidden_gradient(hidden) if needs.hidden else None
     weight_grad = call.weight_gradient(weight, needs)
@@ -121,9 +123,9 @@ def run_chunks(
         if start == 0:
             weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
         chunk_weights = None if weights is None else weights.slice(start, stop)
-        known = None if known_stats is None else known_stats[:, start:stop]
+        grad = logits if logits.dtype == x.dtype else logits.view(x.dtype)[:, :columns]
         target = call.inputs.target[start:stop]
-        stats[:, start:stop], grad = softmax_rows(call, logits, target, chunk_weights, known, x.dtype)
+        softmax_rows(call, logits, grad, target, stats[:, start:stop], chunk_weights, known_stats is not None)
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)
             mm_into(part, grad, weight_rows)
@@ -135,32 +137,39 @@ def run_chunks(
 
 
 def softmax_rows(
-    call: Call, logits: Tensor, target: Tensor, weights: RowWeights | None, known: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Global statistics of a chunk, and its logits, overwritten by their gradient in `dtype` when `weights` are given.
+    call: Call,
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    weights: RowWeights | None,
+    stats_known: bool,
+) -> None:
+    """Writes a chunk's global statistics `[K, C]`, unless they are known, and its gradient when `weights` are given.
 
-    One all-gather of `[K, C]` with more than one rank, unless the statistics are `known`.
+    One all-gather of `[K, C]` with more than one rank, unless the statistics are known.
     """
-    rows, spec, columns = call.rows, call.spec, call.inputs.column_weight
-    grad = logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
-    if known is None:
-        if call.tokens.group is None:
-            if weights is not None:
-                return rows.row_stats_grad_(logits, grad, target, weights, spec, columns), grad
-            return rows.row_stats(logits, target, spec, columns), grad
-        local = rows.row_stats(logits, target, spec, columns, call.shard.start)
-        known = rows.combine(collectives.all_gather(local, call.tokens.group), spec)
+    rows, spec, columns, group = call.rows, call.spec, call.inputs.column_weight, call.tokens.group
+    if not stats_known and group is None and weights is not None:
+        rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns)
+        return
+    if not stats_known and group is None:
+        rows.row_stats(logits, target, stats, spec, columns)
+    elif not stats_known and group is not None:
+        local = torch.empty_like(stats, memory_format=torch.contiguous_format)
+        rows.row_stats(logits, target, local, spec, columns, call.shard.start)
+        rows.combine(collectives.all_gather(local, group), stats, spec)
     if weights is not None:
-        rows.row_grad_(logits, grad, known, target, weights, spec, columns)
-    return known, grad
+        rows.row_grad_(logits, grad, target, stats, weights, spec, columns)
 
 
 class Computed(NamedTuple):
-    """`loss` is `[]`, or `[n]` with reduction "none"; `stats [K, N]` in loop order; gradients for an upstream gradient
-    of `factor`, where forward makes them."""
+    """`loss` is `[]`, or `[n]` with reduction "none"; `stats [K, N]` in loop order; whether each valid target is on
+    exactly one rank (bool `[]`); gradients for an upstream gradient of `factor`, where forward makes them."""
 
     loss: Tensor
     stats: Tensor
+    owned: Tensor
     gradients: Gradients | None
     factor: Tensor | float
 
@@ -171,9 +180,13 @@ def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     now = any(call.needs) and not call.options.recompute
     grad_scale = factor * call.options.logit_scale if now else None
     stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
-    losses = row_math.row_losses(stats, call.inputs.weights, call.inputs.valid, call.spec)
-    loss = call.tokens.to_local(losses).clone() if call.options.reduction == "none" else losses.sum()
-    return Computed(loss, stats, gradients if now else None, factor)
+    weights, valid = call.inputs.weights, call.inputs.valid
+    if call.options.reduction == "none":
+        loss = call.tokens.to_local(row_math.row_losses(stats, weights, valid, call.spec)).clone()
+        owned = ~row_math.badly_owned(stats, valid).any()
+    else:
+        loss, owned = call.rows.loss_sum(stats, weights, valid, call.spec)
+    return Computed(loss, stats, owned, gradients if now else None, factor)
 
 
 def recompute(
@@ -194,28 +207,27 @@ def recompute(
 def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: Tensor | float) -> None:
     """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
     scale = grad_loss if isinstance(factor, float) and factor == 1.0 else grad_loss / factor
-    for gradient, host_factor in zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True):
-        if gradient is not None:
-            call.rows.scale_(gradient, scale, host_factor)
+    pairs = zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True)
+    call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats)`, as in `Computed`; `stats` is not
-    differentiable."""
+    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats, owned)`, as in `Computed`; only
+    `loss` is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        loss, stats, gradients, factor = compute(call, hidden, weight, bias)
+    def forward(ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        loss, stats, owned, gradients, factor = compute(call, hidden, weight, bias)
         if any(call.needs):
             # Gradients are handed out once, so they stay beside the saved tensors, which may be read twice.
             ctx.call, ctx.gradients, ctx.factor = call, gradients, factor
             ctx.save_for_backward(hidden, weight, bias, stats)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(stats)
-        return loss, stats
+        ctx.mark_non_differentiable(stats, owned)
+        return loss, stats, owned
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None
         if torch.is_grad_enabled():

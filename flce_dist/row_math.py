@@ -42,7 +42,7 @@ def row_weights(
     square_divisor: Tensor | float = 1.0
     if options.reduction == "mean":
         if normalizer is not None:
-            divisor = square_divisor = _never_zero(torch.as_tensor(normalizer, device=target.device).to(dtype))
+            divisor = square_divisor = _never_zero(_as_scalar(normalizer, dtype, target.device))
         else:
             divisor = square_divisor = valid.sum().clamp(min=1)
             if class_weight is not None:
@@ -103,6 +103,11 @@ def predictions(stats: Tensor, spec: RowSpec) -> Tensor:
 def badly_owned(stats: Tensor, valid: Tensor) -> Tensor:
     """Rows `[N]` (bool) whose target is not on exactly one rank: out of range, or shards that overlap or leave gaps."""
     return valid & (stats[OWNED] != 1)
+
+
+def _as_scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # A fill takes a host number without the copy that would wait for the device.
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
 
 
 def _never_zero(divisor: Tensor) -> Tensor:

@@ -4,16 +4,19 @@ Letters: C rows of a chunk, L columns of this rank's logits, W ranks, K statisti
 
 Both implementations (`torch_rows`, the specification and the CPU path, and `triton_rows`) have these functions:
 
-    row_stats(logits[C, L], target[C], spec, column_weight, first_column) -> stats[K, C]
-    combine(stats[W, K, C], spec) -> stats[K, C]
-    row_grad_(logits[C, L], grad[C, L], stats[K, C], target[C], weights, spec, column_weight) -> None
-    row_stats_grad_(logits, grad, target, weights, spec, column_weight) -> stats[K, C]
-    scale_(tensor, factor, host_factor) -> None
+    row_stats(logits[C, L], target[C], stats[K, C], spec, column_weight, first_column)
+    combine(gathered[W, K, C], stats[K, C], spec)
+    row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], weights, spec, column_weight)
+    row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight)
+    loss_sum(stats[K, N], weights, valid[N], spec) -> (loss [], owned [] bool)
+    scale_(gradients, factor [])
 
-`row_stats_grad_` is the first and third in one, for a single rank. `target` holds columns of this rank (int64; outside
-`[0, L)` when the target is another rank's or ignored). `logits` comes from `plan.logits_buffer` and is overwritten by
-its gradient: `grad` is the same storage, seen in the dtype of the GEMM operands. Statistics are float32, and float64
-for float64 logits.
+`row_stats`, `combine` and `row_stats_grad_` write `stats`, which may be columns of a wider tensor; the latter is
+`row_stats` and `row_grad_` in one, for a single rank. `target` holds columns of this rank (int64; outside `[0, L)` when
+the target is another rank's or ignored). `logits` comes from `plan.logits_buffer` and is overwritten by its gradient:
+`grad` is the same storage, seen in the dtype of the GEMM operands. Statistics are float32, and float64 for float64
+logits. `loss_sum` also says whether each valid row's target is on exactly one rank. `scale_` multiplies contiguous
+gradients, each given with a host number, by that number and a 0-d tensor that the host does not read.
 """
 
 from __future__ import annotations

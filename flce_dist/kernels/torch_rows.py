@@ -5,54 +5,56 @@ Rows are taken in blocks that fit a CPU's cache, so temporaries are far smaller 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from .. import row_math
 from .spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights, stats_dtype
 
 _BLOCK_ELEMENTS = 2**18
 
 
 def row_stats(
-    logits: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None = None, first_column: int = 0
-) -> Tensor:
-    stats = logits.new_empty(spec.num_stats, logits.shape[0], dtype=stats_dtype(logits.dtype))
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    spec: RowSpec,
+    column_weight: Tensor | None = None,
+    first_column: int = 0,
+) -> None:
     for rows in _row_blocks(logits):
         stats[:, rows] = _block_stats(_capped(logits[rows], spec), target[rows], spec, column_weight, first_column)
-    return stats
 
 
-def combine(stats: Tensor, spec: RowSpec) -> Tensor:
-    out = torch.empty_like(stats[0])
-    maxima, sums = stats[:, MAX], stats[:, SUM]
-    out[MAX] = maxima.amax(0)
+def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
+    maxima, sums = gathered[:, MAX], gathered[:, SUM]
+    stats[MAX] = maxima.amax(0)
     # Equal maxima differ by 0 even when both are -inf; a rank without columns has -inf and shifts to -inf.
-    shift = torch.where(maxima == out[MAX], 0.0, maxima - out[MAX])
+    shift = torch.where(maxima == stats[MAX], 0.0, maxima - stats[MAX])
     factor = shift.exp()
-    out[SUM] = (sums * factor).sum(0)
-    out[TARGET] = stats[:, TARGET].sum(0)
-    out[OWNED] = stats[:, OWNED].sum(0)
+    stats[SUM] = (sums * factor).sum(0)
+    stats[TARGET] = gathered[:, TARGET].sum(0)
+    stats[OWNED] = gathered[:, OWNED].sum(0)
     if spec.uniform:
-        weight = stats[:, spec.weight_sum_row]
-        shifted = stats[:, spec.weighted_sum_row] + torch.where(weight == 0, 0.0, weight * shift)
-        out[spec.weighted_sum_row] = shifted.sum(0)
-        out[spec.weight_sum_row] = weight.sum(0)
+        weight = gathered[:, spec.weight_sum_row]
+        shifted = gathered[:, spec.weighted_sum_row] + torch.where(weight == 0, 0.0, weight * shift)
+        stats[spec.weighted_sum_row] = shifted.sum(0)
+        stats[spec.weight_sum_row] = weight.sum(0)
     if spec.argmax:
-        ids = stats[:, spec.argmax_row]
-        out[spec.argmax_row] = torch.where(maxima == out[MAX], ids, torch.inf).amin(0)
+        ids = gathered[:, spec.argmax_row]
+        stats[spec.argmax_row] = torch.where(maxima == stats[MAX], ids, torch.inf).amin(0)
     if spec.entropy:
-        shifted = stats[:, spec.entropy_row] + torch.where(sums == 0, 0.0, sums * shift)
-        out[spec.entropy_row] = (shifted * factor).sum(0)
-    return out
+        shifted = gathered[:, spec.entropy_row] + torch.where(sums == 0, 0.0, sums * shift)
+        stats[spec.entropy_row] = (shifted * factor).sum(0)
 
 
 def row_grad_(
     logits: Tensor,
     grad: Tensor,
-    stats: Tensor,
     target: Tensor,
+    stats: Tensor,
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
@@ -68,17 +70,22 @@ def row_stats_grad_(
     logits: Tensor,
     grad: Tensor,
     target: Tensor,
+    stats: Tensor,
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
-) -> Tensor:
-    stats = row_stats(logits, target, spec, column_weight)
-    row_grad_(logits, grad, stats, target, weights, spec, column_weight)
-    return stats
+) -> None:
+    row_stats(logits, target, stats, spec, column_weight)
+    row_grad_(logits, grad, target, stats, weights, spec, column_weight)
 
 
-def scale_(tensor: Tensor, factor: Tensor, host_factor: float = 1.0) -> None:
-    tensor.mul_(factor.to(stats_dtype(tensor.dtype)) * host_factor)
+def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
+    return row_math.row_losses(stats, weights, valid, spec).sum(), ~row_math.badly_owned(stats, valid).any()
+
+
+def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
+    for gradient, host_factor in gradients:
+        gradient.mul_(factor.to(stats_dtype(gradient.dtype)) * host_factor)
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:

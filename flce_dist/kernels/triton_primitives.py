@@ -56,6 +56,10 @@ def scan_row(
     entropy = tl.zeros((LANES,), ACC)
     best = tl.full((LANES,), NO_ID, tl.int32)
     padded = tl.cdiv(num_columns, ALIGN) * ALIGN
+    if WEIGHTED >= 0:
+        # Sums of z itself would lose the digits that logits have below a large common offset.
+        reference = tl.max(load_tile(row, tl.arange(0, 16), num_columns, padded, SOFTCAP, ACC), 0)
+        reference = tl.where(reference == float("-inf"), 0.0, reference)
     for start in range(0, padded, BLOCK):
         columns = start + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         z = load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
@@ -76,7 +80,7 @@ def scan_row(
                 c = (columns < num_columns).to(ACC)
             else:
                 c = tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
-            weighted_sum += rescale * weight_sum + tl.sum(tl.where(columns < num_columns, c * shifted, 0.0), 1)
+            weighted_sum += tl.sum(tl.where(columns < num_columns, c * (z - reference), 0.0), 1)
             weight_sum += tl.sum(c, 1)
         s = s * tl.exp(rescale) + tl.sum(e, 1)
         m = new_m
@@ -95,8 +99,8 @@ def scan_row(
     tl.store(out + TARGET_ROW * out_stride, at_target)
     tl.store(out + OWNED_ROW * out_stride, owned.to(ACC))
     if WEIGHTED >= 0:
-        shifted_sum = weighted_sum + tl.where(weight_sum == 0.0, 0.0, weight_sum * shift)
-        tl.store(out + WEIGHTED * out_stride, tl.sum(shifted_sum, 0))
+        offset = reference - tl.where(row_m == float("-inf"), 0.0, row_m)
+        tl.store(out + WEIGHTED * out_stride, tl.sum(weighted_sum, 0) + row_weight * offset)
         tl.store(out + WEIGHT * out_stride, row_weight)
     if ARGMAX >= 0:
         row_best = tl.min(tl.where(m == row_m, best, NO_ID), 0)

@@ -7,6 +7,9 @@ specialised on: over all shapes a kernel is compiled once for each of the few ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import torch
 import triton
 import triton.language as tl
@@ -75,9 +78,9 @@ def _row_stats_grad_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_rows"])
+@triton.jit(do_not_specialize=["out_stride", "num_ranks", "num_rows"], do_not_specialize_on_alignment=["out"])
 def _combine_kernel(
-    stats, out, num_ranks, num_rows, NUM_STATS: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr,
+    stats, out, out_stride, num_ranks, num_rows, NUM_STATS: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -113,28 +116,68 @@ def _combine_kernel(
             rank_entropy = tl.load(base + ENTROPY * num_rows, mask=mask, other=0.0)
             entropy += tl.where(rank_s == 0.0, 0.0, (rank_entropy + rank_s * shift) * tl.exp(shift))
     out += i
-    tl.store(out + MAX_ROW * num_rows, m, mask=mask)
-    tl.store(out + SUM_ROW * num_rows, s, mask=mask)
-    tl.store(out + TARGET_ROW * num_rows, at_target, mask=mask)
-    tl.store(out + OWNED_ROW * num_rows, owned, mask=mask)
+    tl.store(out + MAX_ROW * out_stride, m, mask=mask)
+    tl.store(out + SUM_ROW * out_stride, s, mask=mask)
+    tl.store(out + TARGET_ROW * out_stride, at_target, mask=mask)
+    tl.store(out + OWNED_ROW * out_stride, owned, mask=mask)
     if WEIGHTED >= 0:
-        tl.store(out + WEIGHTED * num_rows, weighted_sum, mask=mask)
-        tl.store(out + WEIGHT * num_rows, weight_sum, mask=mask)
+        tl.store(out + WEIGHTED * out_stride, weighted_sum, mask=mask)
+        tl.store(out + WEIGHT * out_stride, weight_sum, mask=mask)
     if ARGMAX >= 0:
-        tl.store(out + ARGMAX * num_rows, best, mask=mask)
+        tl.store(out + ARGMAX * out_stride, best, mask=mask)
     if ENTROPY >= 0:
-        tl.store(out + ENTROPY * num_rows, entropy, mask=mask)
+        tl.store(out + ENTROPY * out_stride, entropy, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_elements", "num_programs"])
-def _scale_kernel(x, factor, host_factor, num_elements, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    f = tl.load(factor).to(ACC) * host_factor
-    if f != 1.0:
-        step = num_programs.to(tl.int64) * BLOCK
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, step):
+@triton.jit(do_not_specialize=["num_rows"])
+def _loss_sum_kernel(
+    stats, target_weights, uniform_weights, square_weights, valid, loss, all_owned, num_rows, WEIGHTED: tl.constexpr,
+    WEIGHT: tl.constexpr, TOKEN_SCALING: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`row_math.row_losses`, summed by one program: N numbers are few, and so the order of the sum is fixed."""
+    total = tl.zeros((BLOCK,), ACC)
+    bad = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_rows
+        row = stats + i
+        m = tl.load(row + MAX_ROW * num_rows, mask=mask, other=0.0)
+        log_sum = tl.log(tl.load(row + SUM_ROW * num_rows, mask=mask, other=1.0))
+        negative_log_prob = (m - tl.load(row + TARGET_ROW * num_rows, mask=mask, other=0.0)) + log_sum
+        value = tl.load(target_weights + i, mask=mask, other=0.0) * negative_log_prob
+        if uniform_weights is not None:
+            weight_sum = tl.load(row + WEIGHT * num_rows, mask=mask, other=0.0)
+            weighted_sum = tl.load(row + WEIGHTED * num_rows, mask=mask, other=0.0)
+            value += tl.load(uniform_weights + i, mask=mask, other=0.0) * (weight_sum * log_sum - weighted_sum)
+        if square_weights is not None:
+            value += tl.load(square_weights + i, mask=mask, other=0.0) * (m + log_sum) * (m + log_sum)
+        if TOKEN_SCALING:
+            value *= tl.exp(-negative_log_prob)
+        is_valid = tl.load(valid + i, mask=mask, other=0) != 0
+        total += tl.where(is_valid, value, 0.0)
+        owned = tl.load(row + OWNED_ROW * num_rows, mask=mask, other=1.0)
+        bad += (is_valid & (owned != 1.0)).to(tl.int32)
+    tl.store(loss, tl.sum(total, 0))
+    tl.store(all_owned, (tl.sum(bad, 0) == 0).to(tl.int8))
+
+
+@triton.jit
+def _scale(x, factor, num_elements, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    if factor != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, num_programs.to(tl.int64) * BLOCK):
             i = start + tl.arange(0, BLOCK)
-            value = tl.load(x + i, mask=i < num_elements).to(ACC) * f
+            value = tl.load(x + i, mask=i < num_elements).to(ACC) * factor
             tl.store(x + i, value.to(x.dtype.element_ty), mask=i < num_elements)
+
+
+@triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"])
+def _scale_kernel(
+    a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr
+):
+    f = tl.load(factor).to(ACC)
+    _scale(a, f * host_factor_a, num_a, num_programs, ACC, BLOCK)
+    if b is not None:
+        _scale(b, f * host_factor_b, num_b, num_programs, ACC, BLOCK)
 
 
 def _launch_settings(num_columns: int) -> dict[str, int]:
@@ -158,32 +201,33 @@ def _stat_rows(spec: RowSpec) -> dict[str, int]:
 
 
 def row_stats(
-    logits: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None = None, first_column: int = 0
-) -> Tensor:
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    spec: RowSpec,
+    column_weight: Tensor | None = None,
+    first_column: int = 0,
+) -> None:
     num_rows, num_columns = logits.shape
-    stats = logits.new_empty(spec.num_stats, num_rows, dtype=stats_dtype(logits.dtype))
     _row_stats_kernel[(num_rows,)](
-        logits, logits.stride(0), stats, num_rows, target, column_weight, num_columns, first_column,
+        logits, logits.stride(0), stats, stats.stride(0), target, column_weight, num_columns, first_column,
         SOFTCAP=spec.softcap, ACC=_acc(logits.dtype), **_stat_rows(spec), **_launch_settings(num_columns),
     )  # fmt: skip
-    return stats
 
 
-def combine(stats: Tensor, spec: RowSpec) -> Tensor:
-    num_ranks, num_stats, num_rows = stats.shape
-    out = torch.empty_like(stats[0])
+def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
+    num_ranks, num_stats, num_rows = gathered.shape
     _combine_kernel[(triton.cdiv(num_rows, 128),)](
-        stats, out, num_ranks, num_rows, NUM_STATS=num_stats, ACC=_acc(stats.dtype), BLOCK=128, **_stat_rows(spec),
-        num_warps=2,
+        gathered, stats, stats.stride(0), num_ranks, num_rows, NUM_STATS=num_stats, ACC=_acc(stats.dtype), BLOCK=128,
+        **_stat_rows(spec), num_warps=2,
     )  # fmt: skip
-    return out
 
 
 def row_grad_(
     logits: Tensor,
     grad: Tensor,
-    stats: Tensor,
     target: Tensor,
+    stats: Tensor,
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
@@ -200,27 +244,37 @@ def row_stats_grad_(
     logits: Tensor,
     grad: Tensor,
     target: Tensor,
+    stats: Tensor,
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
-) -> Tensor:
+) -> None:
     num_rows, num_columns = logits.shape
-    stats = logits.new_empty(spec.num_stats, num_rows, dtype=stats_dtype(logits.dtype))
     _row_stats_grad_kernel[(num_rows,)](
-        logits, logits.stride(0), grad, grad.stride(0), stats, num_rows, target, *weights, column_weight, num_columns,
-        SOFTCAP=spec.softcap, TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
+        logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target, *weights, column_weight,
+        num_columns, SOFTCAP=spec.softcap, TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
         ACC=_acc(logits.dtype), **_stat_rows(spec), **_launch_settings(num_columns),
     )  # fmt: skip
-    return stats
 
 
-def scale_(tensor: Tensor, factor: Tensor, host_factor: float = 1.0) -> None:
-    """`tensor *= factor * host_factor` without a read of `factor` by the host, and without a pass over `tensor` when
-    the product is 1. `tensor` is contiguous."""
-    num_elements = tensor.numel()
-    if num_elements == 0:
-        return
-    num_programs = min(triton.cdiv(num_elements, 8192), 2048)
-    _scale_kernel[(num_programs,)](
-        tensor, factor, host_factor, num_elements, num_programs, ACC=_acc(tensor.dtype), BLOCK=8192, num_warps=8
-    )
+def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
+    loss = stats.new_empty(())
+    all_owned = torch.empty((), dtype=torch.bool, device=stats.device)
+    _loss_sum_kernel[(1,)](
+        stats, *weights, valid.view(torch.int8), loss, all_owned.view(torch.int8), stats.shape[1],
+        WEIGHTED=spec.weighted_sum_row, WEIGHT=spec.weight_sum_row, TOKEN_SCALING=spec.token_scaling,
+        ACC=_acc(stats.dtype), BLOCK=1024, num_warps=8,
+    )  # fmt: skip
+    return loss, all_owned
+
+
+def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
+    """Makes no pass over a gradient whose factor is 1. Two gradients share a launch."""
+    some = [pair for pair in gradients if pair[0].numel()]
+    for a, b in zip_longest(some[::2], some[1::2], fillvalue=(None, 1.0)):
+        num_a, num_b = (0 if x is None else x.numel() for x, _ in (a, b))
+        num_programs = min(triton.cdiv(max(num_a, num_b), 8192), 2048)
+        assert a[0] is not None
+        _scale_kernel[(num_programs,)](
+            a[0], a[1], num_a, b[0], b[1], num_b, factor, num_programs, ACC=_acc(a[0].dtype), BLOCK=8192, num_warps=8
+        )
