@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kit import rows as fresh
 from tests.kit.cases import all_pairs, case_id
 from tests.kit.workers import Context, Pool
 
@@ -123,14 +124,16 @@ def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
     for name, rows in (("torch", torch_rows), ("triton", triton_rows)):
         i = _inputs(row)
         grad = i["logits"]
-        stats = rows.row_stats(i["logits"], i["target"], i["spec"], i["column_weight"], 100)
+        stats = fresh.row_stats(rows, i["logits"], i["target"], i["spec"], i["column_weight"], 100)
         results[f"{name} stats"] = stats
-        known = torch_rows.row_stats(i["logits"], i["target"], i["spec"], i["column_weight"])
+        known = fresh.row_stats(torch_rows, i["logits"], i["target"], i["spec"], i["column_weight"])
         results[f"{name} given stats"] = known
-        rows.row_grad_(i["logits"], grad, known, i["target"], i["weights"], i["spec"], i["column_weight"])
+        rows.row_grad_(i["logits"], grad, i["target"], known, i["weights"], i["spec"], i["column_weight"])
         results[f"{name} grad"] = grad.clone()
         i = _inputs(row)
-        fused = rows.row_stats_grad_(i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"])
+        fused = fresh.row_stats_grad_(
+            rows, i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"]
+        )
         results[f"{name} fused stats"], results[f"{name} fused grad"] = fused, i["logits"].clone()
     return results
 
@@ -175,15 +178,19 @@ def _combine(_: Context, cuts: list[int], special: str) -> dict[str, Tensor]:
     target = torch.tensor([0, 39, 20, -7, 12])
     weight = torch.rand(40, generator=generator) + 0.5
     parts = [
-        torch_rows.row_stats(
-            logits[:, a:b].contiguous(), torch.where(target >= 0, target - a, -1), spec, weight[a:b], a
+        fresh.row_stats(
+            torch_rows, logits[:, a:b].contiguous(), torch.where(target >= 0, target - a, -1), spec, weight[a:b], a
         )
         for a, b in itertools.pairwise(cuts)
     ]
-    whole = torch_rows.row_stats(logits, target, spec, weight)
+    whole = fresh.row_stats(torch_rows, logits, target, spec, weight)
     stacked = torch.stack(parts)
     kept = stacked.clone()
-    results = {"whole": whole, "torch": torch_rows.combine(stacked, spec), "triton": triton_rows.combine(stacked, spec)}
+    results = {
+        "whole": whole,
+        "torch": fresh.combine(torch_rows, stacked, spec),
+        "triton": fresh.combine(triton_rows, stacked, spec),
+    }
     assert torch.equal(stacked, kept)
     return results
 
@@ -198,15 +205,63 @@ def test_combined_parts_are_the_whole(cuts: list[int], special: str, interpreted
         assert torch.equal(got[name][[0, 3, 6]], got["whole"][[0, 3, 6]]), "max, owner count and arg-max are exact"
 
 
+def _loss_sum(_: Context, dtype: torch.dtype, num_rows: int, flags: dict[str, bool], bad: int | None) -> dict[str, Any]:
+    from flce_dist.kernels import torch_rows, triton_rows
+    from flce_dist.kernels.spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights
+
+    generator = torch.Generator().manual_seed(num_rows)
+    spec = RowSpec(uniform=flags["uniform"], token_scaling=flags["token_scaling"])
+    stats = torch.rand(spec.num_stats, num_rows, generator=generator, dtype=dtype)
+    stats[MAX] = 1e4 + stats[MAX]
+    stats[TARGET] = stats[MAX] - stats[TARGET]
+    stats[SUM] = 1 + stats[SUM]
+    stats[OWNED] = 1
+    valid = torch.rand(num_rows, generator=generator) > 0.3
+    stats[:, ~valid] = torch.nan
+    if bad is not None:
+        valid[bad] = True
+        stats[:, bad] = 1.0
+        stats[OWNED, bad] = 2.0
+    column = torch.rand(3, num_rows, generator=generator, dtype=dtype)
+    weights = RowWeights(column[0], column[1] if flags["uniform"] else None, column[2] * 1e-8)
+    kept = stats.clone()
+    results = {name: rows.loss_sum(stats, weights, valid, spec) for name, rows in
+               (("torch", torch_rows), ("triton", triton_rows))}  # fmt: skip
+    torch.testing.assert_close(stats, kept, rtol=0, atol=0, equal_nan=True)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 1024, 2500])
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("token_scaling", [False, True])
+def test_loss_sum(
+    dtype: torch.dtype, num_rows: int, uniform: bool, token_scaling: bool, interpreted_workers: Pool
+) -> None:
+    flags = {"uniform": uniform, "token_scaling": token_scaling}
+    got = interpreted_workers.run(1, _loss_sum, dtype, num_rows, flags, None)[0]
+    (expected, owned), (actual, also_owned) = got["torch"], got["triton"]
+    assert owned.item() is also_owned.item() is True
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+@pytest.mark.parametrize("bad", [0, 1023, 1024])
+def test_loss_sum_sees_a_target_on_two_ranks(bad: int, interpreted_workers: Pool) -> None:
+    flags = {"uniform": False, "token_scaling": False}
+    got = interpreted_workers.run(1, _loss_sum, torch.float32, 1025, flags, bad)[0]
+    assert not got["torch"][1].item()
+    assert not got["triton"][1].item()
+
+
 def _scale(_: Context, dtype: torch.dtype, factor: float, host_factor: float) -> dict[str, Tensor]:
     from flce_dist.kernels import torch_rows, triton_rows
 
     results = {}
     for name, rows in (("torch", torch_rows), ("triton", triton_rows)):
         tensor = torch.arange(-7.0, 14.0, dtype=dtype).reshape(3, 7)
-        rows.scale_(tensor, torch.tensor(factor, dtype=torch.float32), host_factor)
+        rows.scale_([(tensor, host_factor)], torch.tensor(factor, dtype=torch.float32))
         results[name] = tensor
-        rows.scale_(torch.empty(0, 7, dtype=dtype), torch.tensor(factor), host_factor)
+        rows.scale_([(torch.empty(0, 7, dtype=dtype), host_factor)], torch.tensor(factor))
     return results
 
 
@@ -231,7 +286,7 @@ def _widths(_: Context, columns: int) -> list[Tensor]:
         logits.copy_(torch.randn(6, columns, generator=torch.Generator().manual_seed(1)) * 3)
         grad = logits if dtype == torch.float32 else logits.view(dtype)[:, :columns]
         weights = RowWeights(torch.ones(6), None, None)
-        torch_rows.row_stats_grad_(logits, grad, torch.arange(6) % columns, weights, RowSpec())
+        fresh.row_stats_grad_(torch_rows, logits, grad, torch.arange(6) % columns, weights, RowSpec())
         results.append(grad.float())
     return results
 

@@ -122,7 +122,14 @@ def test_on_a_device_that_is_not_the_current_one(name: str) -> None:
     assert torch.cuda.current_device() == 0
 
 
-ROW_KERNELS = ("_row_stats_kernel", "_row_grad_kernel", "_row_stats_grad_kernel", "_combine_kernel", "_scale_kernel")
+ROW_KERNELS = (
+    "_row_stats_kernel",
+    "_row_grad_kernel",
+    "_row_stats_grad_kernel",
+    "_combine_kernel",
+    "_loss_sum_kernel",
+    "_scale_kernel",
+)
 MAX_VARIANTS = 6
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flce_dist.kernels import torch_rows
 from flce_dist.kernels.spec import MAX, OWNED, SUM, RowSpec, RowWeights, stats_dtype
 from flce_dist.plan import logits_buffer, row_stride
+from tests.kit import rows as fresh
 
 pytestmark = pytest.mark.gpu
 
@@ -128,23 +129,23 @@ def test_statistics_and_gradient(device: torch.device, dtype: torch.dtype, name:
         rows = make_rows(columns, dtype, spec, device)
         reference = wide(rows)
         first = 12345
-        stats = triton_rows.row_stats(rows.logits, rows.target, spec, rows.column_weight, first)
-        expected = torch_rows.row_stats(reference.logits, rows.target, spec, reference.column_weight, first)
+        stats = fresh.row_stats(triton_rows, rows.logits, rows.target, spec, rows.column_weight, first)
+        expected = fresh.row_stats(torch_rows, reference.logits, rows.target, spec, reference.column_weight, first)
         assert_stats(stats, expected, spec, columns)
         if spec.argmax:
             assert_argmax(stats, rows, spec, first)
 
         separate, together = (replace(rows, logits=_copy(rows.logits)) for _ in range(2))
         triton_rows.row_grad_(
-            separate.logits, separate.logits, stats, rows.target, rows.weights, spec, rows.column_weight
+            separate.logits, separate.logits, rows.target, stats, rows.weights, spec, rows.column_weight
         )
         torch_rows.row_grad_(
-            reference.logits, reference.logits, expected, rows.target, reference.weights, spec,
+            reference.logits, reference.logits, rows.target, expected, reference.weights, spec,
             reference.column_weight,
         )  # fmt: skip
         assert_grad(separate.logits, reference.logits, rows.weights, dtype)
-        fused = triton_rows.row_stats_grad_(
-            together.logits, together.logits, rows.target, rows.weights, spec, rows.column_weight
+        fused = fresh.row_stats_grad_(
+            triton_rows, together.logits, together.logits, rows.target, rows.weights, spec, rows.column_weight
         )
         assert_stats(fused, expected, spec, columns)
         assert_grad(together.logits, reference.logits, rows.weights, dtype)
@@ -159,17 +160,19 @@ def test_float32_logits_are_overwritten_by_a_16_bit_gradient(device: torch.devic
     for columns in COLUMNS:
         rows = make_rows(columns, torch.float32, spec, device)
         reference = wide(rows)
-        expected = torch_rows.row_stats_grad_(reference.logits, reference.logits, rows.target, reference.weights, spec)
+        expected = fresh.row_stats_grad_(
+            torch_rows, reference.logits, reference.logits, rows.target, reference.weights, spec
+        )
         first = None
         for _ in range(10):
             for split in (False, True):
                 logits = _copy(rows.logits)
                 grad = logits.view(narrow)[:, :columns]
                 if split:
-                    stats = triton_rows.row_stats(logits, rows.target, spec)
-                    triton_rows.row_grad_(logits, grad, stats, rows.target, rows.weights, spec)
+                    stats = fresh.row_stats(triton_rows, logits, rows.target, spec)
+                    triton_rows.row_grad_(logits, grad, rows.target, stats, rows.weights, spec)
                 else:
-                    triton_rows.row_stats_grad_(logits, grad, rows.target, rows.weights, spec)
+                    fresh.row_stats_grad_(triton_rows, logits, grad, rows.target, rows.weights, spec)
                 assert_grad(grad, reference.logits, rows.weights, torch.float32)
                 first = grad.clone() if first is None else first
                 if not split:
@@ -192,12 +195,12 @@ def test_rows_of_minus_infinity_and_nan(device: torch.device, dtype: torch.dtype
         rows = make_rows(columns, dtype, RowSpec(), device)
         rows.logits[3], rows.logits[8] = float("-inf"), float("nan")
         rows.logits[0, 1:] = float("-inf")
-        stats = triton_rows.row_stats(rows.logits, rows.target, RowSpec())
+        stats = fresh.row_stats(triton_rows, rows.logits, rows.target, RowSpec())
         assert stats[MAX, 3].item() == float("-inf")
         assert stats[SUM, 3].item() == 0.0
         assert stats[SUM, 0].item() == 1.0
         assert rows.weights.target[3].item() == rows.weights.target[8].item() == 0.0
-        triton_rows.row_grad_(rows.logits, rows.logits, stats, rows.target, rows.weights, RowSpec())
+        triton_rows.row_grad_(rows.logits, rows.logits, rows.target, stats, rows.weights, RowSpec())
         assert torch.count_nonzero(rows.logits[3]) == 0
         assert torch.count_nonzero(rows.logits[8]) == 0
         assert torch.count_nonzero(rows.logits[0]) == 0, "one column with all the probability, and it is the target"
@@ -212,14 +215,14 @@ def test_combination_of_shards_is_the_whole(device: torch.device, dtype: torch.d
     columns, cuts = 1025, (0, 0, 400, 401, 1025)
     rows = make_rows(columns, dtype, spec, device)
     reference = wide(rows)
-    whole = torch_rows.row_stats(reference.logits, rows.target, spec, reference.column_weight)
+    whole = fresh.row_stats(torch_rows, reference.logits, rows.target, spec, reference.column_weight)
     parts = []
     for start, stop in itertools.pairwise(cuts):
         part = logits_buffer(ROWS, stop - start, dtype, device)
         part.copy_(rows.logits[:, start:stop])
         weight = None if rows.column_weight is None else rows.column_weight[start:stop].contiguous()
-        parts.append(triton_rows.row_stats(part, rows.target - start, spec, weight, start))
-    combined = triton_rows.combine(torch.stack(parts), spec)
+        parts.append(fresh.row_stats(triton_rows, part, rows.target - start, spec, weight, start))
+    combined = fresh.combine(triton_rows, torch.stack(parts), spec)
     assert_stats(combined, whole, spec, columns)
     if spec.argmax:
         assert_argmax(combined, rows, spec, 0)
@@ -233,11 +236,11 @@ def test_scale(device: torch.device, dtype: torch.dtype, size: int) -> None:
     x = torch.randn(size, device=device, dtype=torch.float32).to(dtype)
     factor = torch.tensor(0.37, device=device)
     actual = x.clone()
-    triton_rows.scale_(actual, factor, 2.0)
+    triton_rows.scale_([(actual, 2.0)], factor)
     expected = x.double() * (factor.double() * 2.0)
     assert (
         (actual.double() - expected).abs() <= 2 * ROUNDING[dtype] * expected.abs() + 1e-7 * (dtype.itemsize < 4)
     ).all()
     unchanged = x.clone()
-    triton_rows.scale_(unchanged, torch.tensor(0.5, device=device), 2.0)
+    triton_rows.scale_([(unchanged, 2.0)], torch.tensor(0.5, device=device))
     assert torch.equal(unchanged, x)
