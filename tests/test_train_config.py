@@ -92,7 +92,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must hold a mapping, got list"):
         load_config(str(file))
     file.write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match="^model: is required"):
+    with pytest.raises(ConfigError, match=r"^model: is required"):
         load_config(str(file))
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pyarrow = pytest.importorskip("pyarrow", reason="the trainer's tests need the [train] extra")
+pytest.importorskip("pyarrow", reason="the trainer's tests need the [train] extra")
 
+import pyarrow
 import pyarrow.parquet
 import torch
 

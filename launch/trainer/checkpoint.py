@@ -24,7 +24,8 @@ _NAME = re.compile(r"step-(\d{8})")
 # Flat optimizer keys name the parameter, not its place in a group: groups differ with the number of ranks.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # What must not change between the parts of one run; other sections (optimizer, loss, ranks, length) may.
-_PINNED = ("model", "data", "tokenizer", "seed", "train.batch_size")
+_PINNED = ("model", "data.", "tokenizer.", "seed", "train.batch_size")
+_FREE = ("data.cache_dir",)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -93,19 +94,21 @@ class Checkpoints:
 
 def check_resumable(config: dict[str, Any], earlier: dict[str, Any]) -> None:
     """Refuse to continue a run under settings that would make it another run. Raises ConfigError."""
-    for key in _PINNED:
-        now, before = config, earlier
-        for part in key.split("."):
-            now, before = now[part], before[part]
-        if isinstance(now, dict):
-            changed = [name for name in now if now[name] != before.get(name)]
-            if changed:
-                name = changed[0]
-                raise ConfigError(
-                    f"{key}.{name}", f"the run to resume has {before.get(name)!r}, this configuration {now[name]!r}"
-                )
-        elif now != before:
-            raise ConfigError(key, f"the run to resume has {before!r}, this configuration {now!r}")
+    now, before = _flat(config), _flat(earlier)
+    for key in sorted(now.keys() | before.keys()):
+        if key.startswith(_PINNED) and key not in _FREE and now.get(key) != before.get(key):
+            raise ConfigError(key, f"the run to resume has {before.get(key)!r}, not {now.get(key)!r}")
+
+
+def _flat(mapping: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{where}{key}.")
+        else:
+            flat[where + key] = value
+    return flat
 
 
 def rng_state() -> dict[str, Any]:
