@@ -1,1 +1,16 @@
 """Vocabulary-sharded fused linear cross entropy for PyTorch."""
+
+from .api import LossOutput, count_valid_tokens, linear_cross_entropy
+from .head import LinearCrossEntropyLoss, VocabParallelHead
+from .options import LossOptions
+from .shard import VocabShard
+
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "LossOptions",
+    "LossOutput",
+    "VocabParallelHead",
+    "VocabShard",
+    "count_valid_tokens",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,252 @@
+"""Checks of a call: the arguments of one rank, then the agreement of the ranks of a group.
+
+A rank that raised alone would leave the others waiting in a collective. So on a group's first call for a vocabulary
+size (`check_ranks="first"`), or on every call ("always"), each rank sends the outcome of its own checks and a summary
+of its arguments, and all raise when one has failed or they disagree. What "first" cannot catch: a rank that fails its
+own checks in a later call; the others then wait for the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import collectives
+from .options import LossOptions
+from .shard import VocabShard, partition_error
+
+_largest_shard: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
+"""Columns of the largest shard by group and vocabulary size, as its ranks once agreed."""
+
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """Shapes, dtypes and devices of the main tensors of one rank.
+
+    Raises:
+        TypeError, ValueError: with what was expected and what came.
+    """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if hidden.dim() < 1:
+        raise ValueError("hidden must be [..., H], got a 0-d tensor")
+    if hidden.dtype not in _FLOATING:
+        raise TypeError(f"hidden must be float64, float32, bfloat16 or float16, got {hidden.dtype}")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(
+            f"target must hold class ids (int64 or int32; soft targets are not supported), got {target.dtype}"
+        )
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target must be int64 or int32, got {target.dtype}")
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"target must have the leading dimensions of hidden, {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}"
+        )
+    check_weight(weight, hidden.shape[-1])
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"hidden and weight must have one dtype, got {hidden.dtype} and {weight.dtype}: cast one of them, or call "
+            "under torch.autocast"
+        )
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must be this rank's slice, ({weight.shape[0]},), got {tuple(bias.shape)}")
+        if bias.dtype != weight.dtype:
+            raise TypeError(f"bias and weight must have one dtype, got {bias.dtype} and {weight.dtype}")
+    devices = {t.device for t in (hidden, weight, target, bias) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"hidden, weight, target and bias must be on one device, got {sorted(map(str, devices))}")
+
+
+def check_weight(weight: Tensor, hidden_size: int) -> None:
+    """A weight as FSDP and ZeRO leave it outside of the module that owns it is named as such."""
+    if weight.dim() == 2 and weight.shape[1] == hidden_size:
+        return
+    came = f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}"
+    remedy = "compute the loss inside the forward of the module that owns the weight (VocabParallelHead does)"
+    if hasattr(weight, "ds_id") or hasattr(weight, "ds_shape"):
+        raise ValueError(f"{came}: DeepSpeed ZeRO-3 has partitioned it; {remedy}, or gather it around the call")
+    if weight.dim() == 1:
+        raise ValueError(
+            f"{came}: a flat or empty weight is what FSDP1 and DeepSpeed ZeRO-3 leave outside of the module that owns "
+            f"it; {remedy}"
+        )
+    raise ValueError(came)
+
+
+def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, explicit: bool) -> None:
+    """The weight has the rows of its shard.
+
+    Raises:
+        ValueError: comparing the rows.
+    """
+    rows = weight.shape[0]
+    if rows == shard.num_rows:
+        return
+    if rows == 0 and (hasattr(weight, "ds_id") or hasattr(weight, "ds_shape")):
+        raise ValueError(
+            f"weight has 0 rows where rank {rank} of {world_size} holds {shard.num_rows}: DeepSpeed ZeRO-3 has "
+            "partitioned it; compute the loss in the forward of the module that owns it, or gather it around the call"
+        )
+    if explicit:
+        raise ValueError(f"weight has {rows} rows, but vocab_shard {shard} has {shard.num_rows}")
+    message = (
+        f"weight has {rows} rows, but rank {rank} of {world_size} holds {shard.num_rows} of vocab_size="
+        f"{shard.vocab_size} (rows [{shard.start}, {shard.stop}))"
+    )
+    if rows == shard.vocab_size:
+        message += f": this is the full weight, whose {world_size} copies have {rows * world_size} rows; pass the shard"
+    elif rows == 0:
+        message += ": an empty weight is what FSDP and DeepSpeed ZeRO-3 leave outside of the module that owns it"
+    else:
+        message += "; pass vocab_shard=VocabShard(vocab_size, start, stop) for another split or for padded rows"
+    raise ValueError(message)
+
+
+def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """A float tensor of known shape on the right device that does not require grad (class_weight, token_weight).
+
+    Raises:
+        TypeError, ValueError: naming it.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device}, got {value.device}")
+    if value.requires_grad:
+        raise ValueError(f"{name} may not require grad: no gradient for it is computed; pass {name}.detach()")
+
+
+def check_normalizer(value: Tensor | float) -> None:
+    """
+    Raises:
+        TypeError, ValueError: not a number or 0-d tensor, or not finite and positive as far as the host knows.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() != 0 or value.requires_grad or value.is_complex():
+            raise ValueError(
+                f"normalizer must be a number or a real 0-d tensor without grad, got shape {tuple(value.shape)}"
+                f"{' with grad' if value.requires_grad else ''}"
+            )
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"normalizer must be a number or a 0-d tensor, got {value!r}")
+    elif not math.isfinite(value) or value < 0:
+        raise ValueError(f"normalizer must be finite and not negative, got {value}")
+
+
+def check_accumulation(options: LossOptions, dtype: torch.dtype) -> None:
+    """The dtypes of intermediate results are those of the tensors, or float32 for 16-bit tensors.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    allowed = (dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else (dtype,)
+    for name in ("accum_dtype", "logits_dtype", "hidden_grad_reduce_dtype"):
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            expected = " or ".join(str(d) for d in dict.fromkeys(allowed))
+            raise ValueError(f"{name} must be None or {expected} for {dtype} tensors, got {value}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the ranks of a group compare. Everything in `equal` must be the same on all; `hidden_sketch` may differ by
+    rounding, as replicated bodies with non-deterministic kernels do."""
+
+    shard: VocabShard
+    equal: dict[str, Any]
+    hidden_sketch: list[float] = field(default_factory=list)
+
+
+def agree(
+    group: dist.ProcessGroup,
+    check_ranks: str,
+    device: torch.device,
+    vocab_size: int | None,
+    error: Exception | None,
+    summarize: Callable[[], Summary],
+) -> int | None:
+    """Raises on ALL ranks of the group what one has found, or that they disagree, when this call is to be checked.
+
+    One all-gather of objects when it is, which waits for the device; otherwise none.
+
+    Returns:
+        Columns of the largest shard if the ranks ever told each other; None otherwise.
+    """
+    known = _largest_shard.setdefault(group, {})
+    if check_ranks == "auto":
+        check_ranks = "always" if device.type == "cpu" else "first"
+    checked = bool(known) if vocab_size is None else vocab_size in known
+    if check_ranks == "never" or (check_ranks == "first" and checked):
+        if error is not None:
+            raise error
+        return None if vocab_size is None else known.get(vocab_size)
+    summary = None if error is not None else summarize()
+    answers = collectives.all_gather_object(
+        (None if error is None else f"{type(error).__name__}: {error}", summary), group
+    )
+    if error is not None:
+        raise error
+    for rank, (text, _) in enumerate(answers):
+        if text is not None:
+            raise ValueError(f"rank {rank} of the group failed its checks: {text}")
+    summaries: list[Summary] = [other for _, other in answers]
+    message = _disagreement(summaries)
+    if message is not None:
+        raise ValueError(message)
+    assert vocab_size is not None
+    known[vocab_size] = max(s.shard.num_columns for s in summaries)
+    return known[vocab_size]
+
+
+def _disagreement(summaries: list[Summary]) -> str | None:
+    first = summaries[0]
+    for key in first.equal:
+        values = [s.equal.get(key) for s in summaries]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            return f"the ranks of the group must agree about {key}, got {each}"
+    wrong = partition_error([s.shard for s in summaries])
+    if wrong is not None:
+        return f"the shards of the group must hold each id once: {wrong}"
+    for rank, other in enumerate(summaries):
+        if not _close(first.hidden_sketch, other.hidden_sketch):
+            return (
+                f'hidden_layout="replicated" needs the same hidden states on all ranks of the group, but rank {rank} '
+                "has others than rank 0: do the ranks see different batches (data parallel), or is the group not the "
+                'tensor-parallel one? For tokens that are spread over the ranks pass hidden_layout="sharded"'
+            )
+    return None
+
+
+def checksum(ids: Tensor) -> int:
+    """An order-sensitive checksum of int ids; reads the device."""
+    position = torch.arange(1, ids.numel() + 1, device=ids.device)
+    return int((ids.reshape(-1).to(torch.int64) * (position * 2654435761 + 1)).sum())
+
+
+def sketch(hidden: Tensor) -> list[float]:
+    """Norm of `[N, H]` and four interleaved sums of its rows; reads the device."""
+    rows = hidden.detach().sum(1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(hidden.detach(), dtype=rows.dtype)
+    return [float(norm), *(float(rows[i::4].sum()) for i in range(4))]
+
+
+def _close(a: list[float], b: list[float]) -> bool:
+    if not a:
+        return not b
+    tolerance = 0.02 * max(a[0], b[0])
+    return all(
+        abs(x - y) <= tolerance or (not math.isfinite(x) and not math.isfinite(y)) for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,246 @@
+"""Modules: the loss without parameters, and a head that owns its shard of the vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from . import collectives
+from .api import LossOutput, linear_cross_entropy
+from .options import LossOptions, LossOptionsDict
+from .shard import VocabShard
+
+_INIT_ROWS = 4096
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """`linear_cross_entropy` with its options bound; it has no parameters of its own.
+
+    Args:
+        group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale, options: as `linear_cross_entropy` takes them.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        vocab_size: int | None = None,
+        vocab_shard: VocabShard | None = None,
+        hidden_layout: str = "replicated",
+        hidden_grad_scale: float = 1.0,
+        **options: Unpack[LossOptionsDict],
+    ) -> None:
+        super().__init__()
+        LossOptions(**options)
+        self.options = options
+        self.call: dict[str, Any] = {
+            "group": group,
+            "vocab_size": vocab_size,
+            "vocab_shard": vocab_shard,
+            "hidden_layout": hidden_layout,
+            "hidden_grad_scale": hidden_grad_scale,
+        }
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **tensors: Any) -> Tensor | LossOutput:
+        """The loss; `tensors` are the further arguments of `linear_cross_entropy` that change from call to call (bias,
+        class_weight, token_weight, normalizer, max_tokens, aux). Collectives: those of `linear_cross_entropy`."""
+        return linear_cross_entropy(hidden, weight, target, **tensors, **self.call, **self.options)
+
+
+class VocabParallelHead(nn.Module):
+    """A language model's last linear layer and its loss, the vocabulary sharded over the ranks of `group`.
+
+    `weight` (and `bias`) is a plain parameter `[V, H]` with one rank. With more it is a DTensor `Shard(0)` on the
+    group's mesh: distributed checkpoints save and load it, and the optimizer's state for it, as the full tensor, from
+    any number of ranks to any other. torch refuses DTensors and plain tensors in one foreach or fused call: give the
+    head an optimizer parameter group of its own, and clip gradients by the norm over both.
+
+    Initial values are those of `nn.Linear`; for a seed the full weight is the same at any number of ranks, whose random
+    states stay equal.
+
+    Args:
+        hidden_size: H.
+        vocab_size: V, of the global vocabulary; split as `torch.chunk` does.
+        group: ranks that share the vocabulary; None: not sharded.
+        bias: whether the head has one.
+        hidden_layout, hidden_grad_scale: as in `linear_cross_entropy`.
+        options: the fields of `LossOptions`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        group: dist.ProcessGroup | None = None,
+        bias: bool = False,
+        *,
+        hidden_layout: str = "replicated",
+        hidden_grad_scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[LossOptionsDict],
+    ) -> None:
+        super().__init__()
+        self.options = LossOptions(**options)
+        self._options = options
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.group = group if collectives.world_size(group) > 1 else None
+        self.hidden_layout = hidden_layout
+        self.hidden_grad_scale = hidden_grad_scale
+        self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))
+        rows = self.shard.num_rows
+        self.weight = self._parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.bias = self._parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hidden_layout: str = "replicated",
+        hidden_grad_scale: float = 1.0,
+        **options: Unpack[LossOptionsDict],
+    ) -> VocabParallelHead:
+        """The head of a full `nn.Linear` that has the same values on all ranks. This rank's rows are copied; with one
+        rank the head keeps the very Parameter, so that a tie with the embedding holds.
+
+        Raises:
+            TypeError: `linear` is no plain `nn.Linear`, for example an adapter around one.
+        """
+        if type(linear) is not nn.Linear:
+            raise TypeError(
+                f"expected an nn.Linear, got {type(linear).__name__}: what else it computes would be left out"
+            )
+        head = cls(
+            linear.in_features, linear.out_features, group, linear.bias is not None, hidden_layout=hidden_layout,
+            hidden_grad_scale=hidden_grad_scale, device="meta", dtype=linear.weight.dtype, **options,
+        )  # fmt: skip
+        head.weight = head._from_full(linear.weight)
+        head.bias = None if linear.bias is None else head._from_full(linear.bias)
+        return head
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/sqrt(H). The full weight's random numbers are drawn on every rank, some rows at a time."""
+        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size else 0.0
+        for parameter in (self.weight, self.bias):
+            if parameter is None or parameter.is_meta:
+                continue
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            for start in range(0, self.vocab_size, _INIT_ROWS):
+                stop = min(start + _INIT_ROWS, self.vocab_size)
+                values = local.new_empty(stop - start, *local.shape[1:]).uniform_(-bound, bound)
+                first, last = max(start, self.shard.start), min(stop, self.shard.stop)
+                if first < last:
+                    local[first - self.shard.start : last - self.shard.start] = values[first - start : last - start]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        target: Tensor | None = None,
+        *,
+        class_weight: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+        max_tokens: int | None = None,
+        aux: Sequence[str] = (),
+    ) -> Tensor | LossOutput:
+        """The loss of `hidden [..., H]` and `target [...]` (global ids, not shifted here); arguments, result, errors
+        and collectives are those of `linear_cross_entropy`.
+
+        Without `target`: the logits `[..., L]` of this rank's ids, in `hidden`'s dtype. Their backward sums the
+        gradient of `hidden` over the ranks (one all-reduce of its size).
+        """
+        if target is None:
+            return self._logits(hidden)
+        plain_shard = self.group is not None and not isinstance(self.weight, DTensor)
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            target,
+            bias=self.bias,
+            class_weight=class_weight,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            group=self.group,
+            vocab_size=self.vocab_size,
+            vocab_shard=self.shard if plain_shard else None,
+            hidden_layout=self.hidden_layout,
+            max_tokens=max_tokens,
+            hidden_grad_scale=self.hidden_grad_scale,
+            aux=aux,
+            **self._options,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, ids=[{self.shard.start}, "
+            f"{self.shard.stop}), bias={self.bias is not None}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelHead:
+        # A process group is a handle: a copy of the module communicates over the same one.
+        memo[id(self.group)] = self.group
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        return clone
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight: Tensor = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        bias: Tensor | None = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+        if self.group is not None:
+            if self.hidden_layout == "sharded":
+                raise NotImplementedError(
+                    "logits of token-sharded hidden states would be of other ranks' tokens: gather them and use a head "
+                    'with hidden_layout="replicated"'
+                )
+            hidden = _SumGradient.apply(hidden, self.group)
+        logits = nn.functional.linear(hidden, weight, bias)
+        if self.options.logit_scale != 1.0:
+            logits = logits * self.options.logit_scale
+        if self.options.softcap is not None:
+            logits = self.options.softcap * torch.tanh(logits / self.options.softcap)
+        return logits
+
+    def _parameter(self, local: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        if self.group is None:
+            return nn.Parameter(local, requires_grad)
+        mesh = DeviceMesh.from_group(self.group, "cpu" if local.is_meta else local.device.type)
+        shape = torch.Size((self.vocab_size, *local.shape[1:]))
+        stride = (*shape[1:], 1)
+        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(shard, requires_grad)
+
+    def _from_full(self, full: Tensor) -> nn.Parameter:
+        if self.group is None and isinstance(full, nn.Parameter):
+            return full
+        local = full.detach()[self.shard.start : self.shard.stop].clone()
+        return self._parameter(local, full.requires_grad)
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose backward sums the gradient over the ranks: one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None

@@ -1,0 +1,99 @@
+"""What the row kernels are asked for, and the layout of what they return.
+
+Letters: C rows of a chunk, L columns of this rank's logits, W ranks, K statistics a row.
+
+Both implementations (`torch_rows`, the specification and the CPU path, and `triton_rows`) have these functions:
+
+    row_stats(logits[C, L], target[C], spec, column_weight, first_column) -> stats[K, C]
+    combine(stats[W, K, C], spec) -> stats[K, C]
+    row_grad_(logits[C, L], grad[C, L], stats[K, C], target[C], weights, spec, column_weight) -> None
+    row_stats_grad_(logits, grad, target, weights, spec, column_weight) -> stats[K, C]
+    scale_(tensor, factor, host_factor) -> None
+
+`row_stats_grad_` is the first and third in one, for a single rank. `target` holds columns of this rank (int64; outside
+`[0, L)` when the target is another rank's or ignored). `logits` comes from `plan.logits_buffer` and is overwritten by
+its gradient: `grad` is the same storage, seen in the dtype of the GEMM operands. Statistics are float32, and float64
+for float64 logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX, SUM, TARGET, OWNED = range(4)
+"""Rows of the statistics: max of the logits z; sum of exp(z - max); the target's z (0 where it is not here); 1 where
+the target is one of this rank's columns."""
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """The compile-time flags of the row kernels.
+
+    Args:
+        softcap: z = softcap * tanh(u / softcap); None: z = u.
+        uniform: also return sum_j c_j (z_j - max) and sum_j c_j (c: class weights, 1 when absent), which label
+            smoothing needs, and take its gradient.
+        argmax: also return the global id of the largest z, the lowest of equals.
+        entropy: also return sum_j (z_j - max) exp(z_j - max).
+        token_scaling: multiply the gradient by the target's probability.
+    """
+
+    softcap: float | None = None
+    uniform: bool = False
+    argmax: bool = False
+    entropy: bool = False
+    token_scaling: bool = False
+
+    @property
+    def weighted_sum_row(self) -> int:
+        return OWNED + 1 if self.uniform else -1
+
+    @property
+    def weight_sum_row(self) -> int:
+        return OWNED + 2 if self.uniform else -1
+
+    @property
+    def argmax_row(self) -> int:
+        return OWNED + 1 + 2 * self.uniform if self.argmax else -1
+
+    @property
+    def entropy_row(self) -> int:
+        return OWNED + 1 + 2 * self.uniform + self.argmax if self.entropy else -1
+
+    @property
+    def num_stats(self) -> int:
+        return OWNED + 1 + 2 * self.uniform + self.argmax + self.entropy
+
+
+class RowWeights(NamedTuple):
+    """Per-row coefficients `[C]`, or `[N]`, in the dtype of the statistics:
+
+        loss = target * (lse - z_y) + uniform * sum_j c_j (lse - z_j) + square * lse^2
+
+    and so the gradient of z is `A * p_j - target * [j = y] - uniform * c_j` with
+    `A = target + uniform * sum_j c_j + 2 * square * lse`. A row whose coefficients are all 0 gets gradient 0, whatever
+    its logits hold. `uniform` and `square` are None when the feature is off.
+    """
+
+    target: Tensor
+    uniform: Tensor | None
+    square: Tensor | None
+
+    def slice(self, start: int, stop: int) -> RowWeights:
+        return self._each(lambda w: w[start:stop])
+
+    def scaled(self, factor: Tensor | float) -> RowWeights:
+        return self._each(lambda w: w * factor)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RowWeights:
+        uniform = None if self.uniform is None else change(self.uniform)
+        return RowWeights(change(self.target), uniform, None if self.square is None else change(self.square))
+
+
+def stats_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if logits_dtype == torch.float64 else torch.float32

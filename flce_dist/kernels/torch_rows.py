@@ -1,0 +1,152 @@
+"""The row kernels in torch: the CPU path, and the specification of `triton_rows`. The contract is in `spec`.
+
+Rows are taken in blocks that fit a CPU's cache, so temporaries are far smaller than a chunk of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights, stats_dtype
+
+_BLOCK_ELEMENTS = 2**18
+
+
+def row_stats(
+    logits: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None = None, first_column: int = 0
+) -> Tensor:
+    stats = logits.new_empty(spec.num_stats, logits.shape[0], dtype=stats_dtype(logits.dtype))
+    for rows in _row_blocks(logits):
+        stats[:, rows] = _block_stats(_capped(logits[rows], spec), target[rows], spec, column_weight, first_column)
+    return stats
+
+
+def combine(stats: Tensor, spec: RowSpec) -> Tensor:
+    out = torch.empty_like(stats[0])
+    maxima, sums = stats[:, MAX], stats[:, SUM]
+    out[MAX] = maxima.amax(0)
+    # Equal maxima differ by 0 even when both are -inf; a rank without columns has -inf and shifts to -inf.
+    shift = torch.where(maxima == out[MAX], 0.0, maxima - out[MAX])
+    factor = shift.exp()
+    out[SUM] = (sums * factor).sum(0)
+    out[TARGET] = stats[:, TARGET].sum(0)
+    out[OWNED] = stats[:, OWNED].sum(0)
+    if spec.uniform:
+        weight = stats[:, spec.weight_sum_row]
+        shifted = stats[:, spec.weighted_sum_row] + torch.where(weight == 0, 0.0, weight * shift)
+        out[spec.weighted_sum_row] = shifted.sum(0)
+        out[spec.weight_sum_row] = weight.sum(0)
+    if spec.argmax:
+        ids = stats[:, spec.argmax_row]
+        out[spec.argmax_row] = torch.where(maxima == out[MAX], ids, torch.inf).amin(0)
+    if spec.entropy:
+        shifted = stats[:, spec.entropy_row] + torch.where(sums == 0, 0.0, sums * shift)
+        out[spec.entropy_row] = (shifted * factor).sum(0)
+    return out
+
+
+def row_grad_(
+    logits: Tensor,
+    grad: Tensor,
+    stats: Tensor,
+    target: Tensor,
+    weights: RowWeights,
+    spec: RowSpec,
+    column_weight: Tensor | None = None,
+) -> None:
+    for rows in _row_blocks(logits):
+        z = _capped(logits[rows], spec)
+        grad[rows] = _block_grad(
+            z, stats[:, rows], target[rows], weights.slice(rows.start, rows.stop), spec, column_weight
+        )
+
+
+def row_stats_grad_(
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    weights: RowWeights,
+    spec: RowSpec,
+    column_weight: Tensor | None = None,
+) -> Tensor:
+    stats = row_stats(logits, target, spec, column_weight)
+    row_grad_(logits, grad, stats, target, weights, spec, column_weight)
+    return stats
+
+
+def scale_(tensor: Tensor, factor: Tensor, host_factor: float = 1.0) -> None:
+    tensor.mul_(factor.to(stats_dtype(tensor.dtype)) * host_factor)
+
+
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    for start in range(0, logits.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def _capped(logits: Tensor, spec: RowSpec) -> Tensor:
+    z = logits.to(stats_dtype(logits.dtype))
+    return z if spec.softcap is None else spec.softcap * torch.tanh(z / spec.softcap)
+
+
+def _owned(target: Tensor, num_columns: int) -> Tensor:
+    return (target >= 0) & (target < num_columns)
+
+
+def _block_stats(z: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor | None, first_column: int) -> Tensor:
+    num_columns = z.shape[1]
+    out = z.new_zeros(spec.num_stats, z.shape[0])
+    out[MAX] = -torch.inf
+    if spec.argmax:
+        out[spec.argmax_row] = torch.inf
+    if num_columns == 0:
+        return out
+    out[MAX] = z.amax(1)
+    # A row of nothing but -inf keeps max -inf and sum 0: shifting it by -inf would make nan.
+    shifted = z - torch.where(out[MAX] == -torch.inf, 0.0, out[MAX])[:, None]
+    exp = shifted.exp()
+    out[SUM] = exp.sum(1)
+    owned = _owned(target, num_columns)
+    at_target = z.gather(1, torch.where(owned, target, 0)[:, None])[:, 0]
+    out[TARGET] = torch.where(owned, at_target, 0.0)
+    out[OWNED] = owned.to(z.dtype)
+    if spec.uniform:
+        weighted = shifted if column_weight is None else shifted * column_weight
+        out[spec.weighted_sum_row] = weighted.sum(1)
+        out[spec.weight_sum_row] = num_columns if column_weight is None else column_weight.sum()
+    if spec.argmax:
+        out[spec.argmax_row] = (z.argmax(1) + first_column).to(z.dtype)
+    if spec.entropy:
+        out[spec.entropy_row] = torch.where(exp > 0, shifted * exp, 0.0).sum(1)
+    return out
+
+
+def _block_grad(
+    z: Tensor, stats: Tensor, target: Tensor, weights: RowWeights, spec: RowSpec, column_weight: Tensor | None
+) -> Tensor:
+    num_columns = z.shape[1]
+    prob_weight, target_weight, uniform = weights.target, weights.target, weights.uniform
+    active = weights.target != 0
+    if uniform is not None:
+        active = active | (uniform != 0)
+        prob_weight = prob_weight + uniform * stats[spec.weight_sum_row]
+    if weights.square is not None:
+        active = active | (weights.square != 0)
+        prob_weight = prob_weight + 2.0 * weights.square * (stats[MAX] + stats[SUM].log())
+    if spec.token_scaling:
+        target_prob = (stats[TARGET] - stats[MAX]).exp() / stats[SUM]
+        prob_weight, target_weight = prob_weight * target_prob, target_weight * target_prob
+        uniform = None if uniform is None else uniform * target_prob
+    grad = (z - stats[MAX][:, None]).exp_().mul_((prob_weight / stats[SUM])[:, None])
+    owned = _owned(target, num_columns)
+    if num_columns:
+        column = torch.where(owned, target, 0)[:, None]
+        grad.scatter_add_(1, column, torch.where(owned, -target_weight, 0.0)[:, None])
+    if uniform is not None:
+        grad -= uniform[:, None] if column_weight is None else uniform[:, None] * column_weight
+    if spec.softcap is not None:
+        grad *= 1.0 - (z / spec.softcap).square()
+    return grad.masked_fill_(~active[:, None], 0.0)

@@ -1,0 +1,144 @@
+"""What the Triton row kernels share: one row scanned for its statistics, one row overwritten by its gradient."""
+
+import triton
+import triton.language as tl
+
+from ..plan import ROW_ALIGNMENT
+from .spec import MAX, OWNED, SUM, TARGET
+
+MAX_ROW, SUM_ROW, TARGET_ROW, OWNED_ROW = (tl.constexpr(row) for row in (MAX, SUM, TARGET, OWNED))
+ALIGN = tl.constexpr(ROW_ALIGNMENT)
+NO_ID = tl.constexpr(2**30)
+
+
+@triton.jit
+def _tanh(x):
+    # No tanh that both the GPU and the interpreter know. Near 0 the exponential forms lose digits.
+    u = tl.exp(-2.0 * tl.abs(x))
+    if x.dtype == tl.float64:
+        # expm1(y) = (u - 1) * y / log(u) with u = exp(y), where rounding errors of u cancel (Kahan).
+        near = (u - 1.0) * (-2.0 * tl.abs(x)) / tl.log(tl.where((u == 1.0) | (u == 0.0), 0.5, u))
+        expm1 = tl.where(u == 1.0, -2.0 * tl.abs(x), tl.where(u == 0.0, -1.0, near))
+        magnitude = -expm1 / (2.0 + expm1)
+        return tl.where(x < 0.0, -magnitude, magnitude)
+    else:
+        y = x * x
+        series = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949)))
+        far = (1.0 - u) / (1.0 + u)
+        return tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _load_tile(row, columns, num_columns, padded, SOFTCAP: tl.constexpr, ACC: tl.constexpr):
+    z = tl.load(row + columns, mask=columns < padded, other=0.0).to(ACC)
+    if SOFTCAP is not None:
+        z = SOFTCAP * _tanh(z / SOFTCAP)
+    return tl.where(columns < num_columns, z, float("-inf"))
+
+
+@triton.jit
+def scan_row(
+    row, out, out_stride, target, column_weight, num_columns, first_column,
+    SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the statistics of one row to `out`; returns its max, sum, target logit and sum of column weights."""
+    m = tl.full((), float("-inf"), ACC)
+    s = tl.full((), 0.0, ACC)
+    weighted_sum = tl.full((), 0.0, ACC)
+    weight_sum = tl.full((), 0.0, ACC)
+    entropy = tl.full((), 0.0, ACC)
+    best = tl.full((), NO_ID, tl.int32)
+    padded = tl.cdiv(num_columns, ALIGN) * ALIGN
+    for start in range(0, padded, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
+        tile_max = tl.max(z, 0)
+        if ARGMAX >= 0:
+            tile_best = tl.min(tl.where((z == tile_max) & (columns < num_columns), columns, NO_ID), 0)
+            best = tl.where((tile_max > m) | (best == NO_ID), tile_best, best)
+        new_m = tl.maximum(m, tile_max)
+        # A row of nothing but -inf so far keeps max -inf and sum 0: shifting it by -inf would make nan.
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        rescale = tl.where(m == float("-inf"), 0.0, m - shift)
+        e = tl.exp(z - shift)
+        if ENTROPY >= 0:
+            entropy = (entropy + rescale * s) * tl.exp(rescale) + tl.sum(tl.where(e > 0.0, (z - shift) * e, 0.0), 0)
+        if WEIGHTED >= 0:
+            weighted_sum += rescale * weight_sum
+            if column_weight is None:
+                weighted_sum += tl.sum(tl.where(columns < num_columns, z - shift, 0.0), 0)
+                weight_sum += tl.sum((columns < num_columns).to(ACC), 0)
+            else:
+                c = tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
+                weighted_sum += tl.sum(tl.where(columns < num_columns, c * (z - shift), 0.0), 0)
+                weight_sum += tl.sum(c, 0)
+        s = s * tl.exp(rescale) + tl.sum(e, 0)
+        m = new_m
+    owned = (target >= 0) & (target < num_columns)
+    at_target = tl.load(row + target, mask=owned, other=0.0).to(ACC)
+    if SOFTCAP is not None:
+        at_target = SOFTCAP * _tanh(at_target / SOFTCAP)
+    tl.store(out + MAX_ROW * out_stride, m)
+    tl.store(out + SUM_ROW * out_stride, s)
+    tl.store(out + TARGET_ROW * out_stride, at_target)
+    tl.store(out + OWNED_ROW * out_stride, owned.to(ACC))
+    if WEIGHTED >= 0:
+        tl.store(out + WEIGHTED * out_stride, weighted_sum)
+        tl.store(out + WEIGHT * out_stride, weight_sum)
+    if ARGMAX >= 0:
+        tl.store(out + ARGMAX * out_stride, tl.where(num_columns > 0, (best + first_column).to(ACC), float("inf")))
+    if ENTROPY >= 0:
+        tl.store(out + ENTROPY * out_stride, entropy)
+    return m, s, at_target, weight_sum
+
+
+@triton.jit
+def grad_row(
+    row, grad, target, m, s, at_target, weight_sum, target_weight, uniform_weight, square_weight, column_weight,
+    num_columns, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of one row; `*_weight` are this row's coefficients, or None."""
+    b = target_weight
+    a = b
+    active = b != 0.0
+    if uniform_weight is not None:
+        active = active | (uniform_weight != 0.0)
+        a += uniform_weight * weight_sum
+    if square_weight is not None:
+        active = active | (square_weight != 0.0)
+        a += 2.0 * square_weight * (m + tl.log(s))
+    if TOKEN_SCALING:
+        target_prob = tl.exp(at_target - m) / s
+        a *= target_prob
+        b *= target_prob
+    a = a / s
+    padded = tl.cdiv(num_columns, ALIGN) * ALIGN
+    if active:
+        for start in range(0, padded, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
+            g = a * tl.exp(z - m)
+            g = tl.where(columns == target, g - b, g)
+            if uniform_weight is not None:
+                u = uniform_weight
+                if TOKEN_SCALING:
+                    u *= target_prob
+                if column_weight is None:
+                    g -= u
+                else:
+                    g -= u * tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
+            if SOFTCAP is not None:
+                g *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
+            g = tl.where(columns < num_columns, g, 0.0)
+            if not IN_PLACE:
+                # A narrower gradient lies over logits of this tile that other threads may not have read yet.
+                tl.debug_barrier()
+            tl.store(grad + columns, g.to(grad.dtype.element_ty), mask=columns < padded)
+            if not IN_PLACE:
+                tl.debug_barrier()
+    else:
+        for start in range(0, padded, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            tl.store(grad + columns, tl.zeros((BLOCK,), grad.dtype.element_ty), mask=columns < padded)

@@ -1,0 +1,200 @@
+"""The options of the loss: one frozen dataclass, checked when it is made, also from a dict (JSON, YAML)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+
+Reduction = Literal["mean", "sum", "none"]
+Backward = Literal["auto", "forward", "recompute"]
+Backend = Literal["auto", "triton", "torch"]
+CheckRanks = Literal["auto", "first", "always", "never"]
+
+_CHOICES = {
+    "reduction": ("mean", "sum", "none"),
+    "backward": ("auto", "forward", "recompute"),
+    "backend": ("auto", "triton", "torch"),
+    "check_ranks": ("auto", "first", "always", "never"),
+}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss computes and how; the defaults are plain mean cross entropy.
+
+    Args:
+        reduction: "mean" over the valid tokens, "sum", or "none" (one loss a token).
+        ignore_index: target id whose tokens have loss 0 and gradient 0.
+        label_smoothing: share, in [0, 1], of the target spread evenly over the global vocabulary.
+        z_loss: coefficient of the squared log-sum-exp that is added to each token's loss.
+        token_scaling: multiply each token's loss by its own detached target probability.
+        softcap: `softcap * tanh(logits / softcap)` instead of the logits.
+        logit_scale: factor on the logits (bias included), before softcap.
+        accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's.
+        logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
+        hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: the hidden states'.
+        logits_budget: bytes of one chunk of logits on the largest shard, an int or a string like "512MiB".
+        chunk_rows: rows of a chunk; wins over the budget.
+        skip_ignored: drop ignored tokens before the first GEMM. Costs one host synchronisation to count them.
+        backward: "forward" makes gradients in forward, where the logits are alive (3 GEMMs; "mean" and "sum");
+            "recompute" keeps only row statistics and makes the logits again in backward (4 GEMMs); "auto" is
+            "forward" unless `reduction="none"`.
+        backend: row kernels, "triton" or "torch"; "auto" is "triton" on GPUs and "torch" on CPU.
+        check_ranks: when the ranks of a group compare their arguments: on the group's "first" call for a vocabulary
+            size, "always" or "never"; "auto" is "always" on CPU and "first" on GPUs.
+
+    Raises:
+        TypeError, ValueError: an option has a wrong type or value; the message names it.
+    """
+
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    token_scaling: bool = False
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    accum_dtype: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None
+    hidden_grad_reduce_dtype: torch.dtype | None = None
+    logits_budget: int | str = "512MiB"
+    chunk_rows: int | None = None
+    skip_ignored: bool = False
+    backward: Backward = "auto"
+    backend: Backend = "auto"
+    check_ranks: CheckRanks = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("label_smoothing", "z_loss", "logit_scale"):
+            _check_number(name, getattr(self, name))
+        for name in ("token_scaling", "skip_ignored"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("accum_dtype", "logits_dtype", "hidden_grad_reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in _DTYPES.values():
+                raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+        if not isinstance(self.ignore_index, int) or isinstance(self.ignore_index, bool):
+            raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.z_loss < 0.0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        if self.softcap is not None:
+            _check_number("softcap", self.softcap)
+            if self.softcap <= 0.0:
+                raise ValueError(f"softcap must be positive (None switches it off), got {self.softcap}")
+        if self.chunk_rows is not None:
+            _check_positive_int("chunk_rows", self.chunk_rows)
+        if self.budget_bytes < 1:
+            raise ValueError(f"logits_budget must be at least one byte, got {self.logits_budget!r}")
+        if self.backward == "forward" and self.reduction == "none":
+            raise ValueError(
+                'backward="forward" needs reduction "mean" or "sum": with "none" the upstream gradient of each token '
+                "is not known in forward"
+            )
+
+    @property
+    def budget_bytes(self) -> int:
+        return parse_bytes("logits_budget", self.logits_budget)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether backward makes the logits again."""
+        return self.backward == "recompute" or self.reduction == "none"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "loss") -> LossOptions:
+        """Options from a mapping such as a section of a JSON or YAML file; dtypes may be strings ("float32", "bf16").
+
+        Raises:
+            TypeError, ValueError: unknown key, wrong type or value; the message starts with `where.key`.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        parsed: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in names:
+                close = difflib.get_close_matches(str(key), names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
+                raise ValueError(f"{where}.{key}: unknown key; {hint}")
+            if key.endswith("_dtype") and isinstance(value, str):
+                if value not in _DTYPES:
+                    raise ValueError(f"{where}.{key}: expected one of {', '.join(_DTYPES)}, got {value!r}")
+                value = _DTYPES[value]
+            parsed[key] = value
+        try:
+            return cls(**parsed)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}.{error}") from None
+
+
+class LossOptionsDict(TypedDict, total=False):
+    """The fields of `LossOptions` as keywords, for type checkers; a test keeps the two equal."""
+
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    token_scaling: bool
+    softcap: float | None
+    logit_scale: float
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    hidden_grad_reduce_dtype: torch.dtype | None
+    logits_budget: int | str
+    chunk_rows: int | None
+    skip_ignored: bool
+    backward: Backward
+    backend: Backend
+    check_ranks: CheckRanks
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """Bytes from an int or a string like "512MiB".
+
+    Raises:
+        TypeError, ValueError: naming `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f'{name} must be a number of bytes or a string like "512MiB", got {value!r}')
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f'{name} must look like "512MiB" (units: {", ".join(u for u in _UNITS if u)}), got {value!r}')
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+def _check_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")

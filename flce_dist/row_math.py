@@ -1,0 +1,111 @@
+"""From options to the coefficients of each row, and from row statistics to losses: everything about a feature that is
+not a flag of the row kernels.
+
+With `lse = max + log(sum)` over the global vocabulary, class weights c (1 when absent), smoothing e, z coefficient k
+and token weight w (1 when absent), a token's loss is
+
+    w * ((1 - e) * c_y * (lse - z_y) + e/V * sum_j c_j (lse - z_j) + k * lse^2)
+
+(label smoothing and class weights as in `torch.nn.functional.cross_entropy`, the z term as in PaLM, section 5).
+`kernels.spec.RowWeights` holds the three factors with the reduction's divisor in them, and says what the gradient is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels.spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights
+from .options import LossOptions
+
+
+def row_weights(
+    options: LossOptions,
+    target: Tensor,
+    valid: Tensor,
+    vocab_size: int,
+    dtype: torch.dtype,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | float | None,
+) -> RowWeights:
+    """Coefficients of the rows' losses, in `dtype`, reduction included.
+
+    `target` and `valid` are `[N]`, the tokens of the whole group; `class_weight [vocab_size]`; `token_weight [N]`.
+    """
+    valid_count = valid.sum()
+    per_token = valid.to(dtype)
+    class_of_target = per_token
+    if class_weight is not None:
+        # A target outside the vocabulary is reported later, on all ranks; here it must only not fault.
+        class_of_target = per_token * class_weight.to(dtype)[target.clamp(0, vocab_size - 1)]
+    cross_entropy_scale: Tensor | float = 1.0
+    square_scale: Tensor | float = 1.0
+    if options.reduction == "mean":
+        if normalizer is not None:
+            cross_entropy_scale = square_scale = _inverse(torch.as_tensor(normalizer, device=target.device), dtype)
+        else:
+            square_scale = _inverse(valid_count, dtype)
+            cross_entropy_scale = square_scale if class_weight is None else _inverse(class_of_target.sum(), dtype)
+    if token_weight is not None:
+        weight = token_weight.to(dtype)
+        class_of_target, per_token = class_of_target * weight, per_token * weight
+    smoothing = options.label_smoothing
+    return RowWeights(
+        target=class_of_target * ((1.0 - smoothing) * cross_entropy_scale),
+        uniform=per_token * (smoothing / vocab_size * cross_entropy_scale) if smoothing else None,
+        square=per_token * (options.z_loss * square_scale) if options.z_loss else None,
+    )
+
+
+def row_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> Tensor:
+    """Losses `[N]` of the rows from global statistics `[K, N]`; exactly 0 where not valid.
+
+    Max and log-sum stay apart until the end: with logits near 1e4 their sum has no digits left for the loss.
+    """
+    log_sum = stats[SUM].log()
+    negative_log_prob = (stats[MAX] - stats[TARGET]) + log_sum
+    losses = weights.target * negative_log_prob
+    if weights.uniform is not None:
+        losses = losses + weights.uniform * (stats[spec.weight_sum_row] * log_sum - stats[spec.weighted_sum_row])
+    if weights.square is not None:
+        losses = losses + weights.square * log_sum_exp(stats).square()
+    if spec.token_scaling:
+        losses = losses * torch.exp(-negative_log_prob)
+    return torch.where(valid, losses, 0.0)
+
+
+def z_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> Tensor:
+    """The z part `[N]` of `row_losses`."""
+    if weights.square is None:
+        return torch.zeros_like(stats[MAX])
+    losses = weights.square * log_sum_exp(stats).square()
+    if spec.token_scaling:
+        losses = losses * torch.exp(stats[TARGET] - log_sum_exp(stats))
+    return torch.where(valid, losses, 0.0)
+
+
+def log_sum_exp(stats: Tensor) -> Tensor:
+    """Log-sum-exp `[N]` of the logits over the global vocabulary."""
+    return stats[MAX] + stats[SUM].log()
+
+
+def entropies(stats: Tensor, spec: RowSpec) -> Tensor:
+    """Entropy `[N]`, in nats, of the softmax over the global vocabulary."""
+    return stats[SUM].log() - stats[spec.entropy_row] / stats[SUM]
+
+
+def predictions(stats: Tensor, spec: RowSpec) -> Tensor:
+    """Arg-max `[N]` (int64) over the global vocabulary, the lowest id of equals."""
+    return stats[spec.argmax_row].to(torch.int64)
+
+
+def badly_owned(stats: Tensor, valid: Tensor) -> Tensor:
+    """Rows `[N]` (bool) whose target is not on exactly one rank: out of range, or shards that overlap or leave gaps."""
+    return valid & (stats[OWNED] != 1)
+
+
+def _inverse(divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / divisor, and 0 for a divisor of 0: no valid token makes loss 0, not nan."""
+    divisor = divisor.to(dtype)
+    return torch.where(divisor == 0, 0.0, 1.0 / divisor)
