@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from flce_dist.integrations.transformers import replace_head
-from flce_dist.plan import chunk_rows
 from torch import Tensor, nn
 
 from flce_dist import VocabParallelHead, VocabShard
+from flce_dist.integrations.transformers import replace_head
+from flce_dist.plan import chunk_rows
 
 from .config import loss_options
 from .schema import Config, ConfigError
 from .tokens import TokenFiles
 
+_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,7 +31,14 @@ class FullLogitsHead(nn.Linear):
 
     @classmethod
     def replace(cls, model: transformers.PreTrainedModel) -> FullLogitsHead:
-        """Put it in the place of the model's output embedding, with the very same parameters."""
+        """Put it in the place of the model's output embedding, with the very same parameters.
+
+        Raises:
+            ValueError: the model changes its logits after the head, which this head does not do.
+        """
+        changes = [name for name in _TRANSFORMS if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if changes:
+            raise ValueError(f"loss: torch has no {', '.join(changes)}, which this model applies to its logits")
         linear = model.get_output_embeddings()
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
@@ -133,15 +141,20 @@ def _load(path: str) -> transformers.PreTrainedModel:
 
 
 def _replace_head(config: Config, causal_lm: transformers.PreTrainedModel, group: dist.ProcessGroup | None) -> None:
-    if not isinstance(config.loss, Mapping):
-        FullLogitsHead.replace(causal_lm)
-        return
-    options = loss_options(config.loss)
+    key = "loss"
+    if config.model.path is not None:
+        key = "model.path"
+    elif config.model.config is not None and config.model.config.tie_word_embeddings:
+        key = "model.config.tie_word_embeddings"
     try:
-        replace_head(causal_lm, group, **{name: getattr(options, name) for name in options.__dataclass_fields__})
+        if isinstance(config.loss, Mapping):
+            # Only what the user wrote: a default given by name would override what the model's own config asks for.
+            options = loss_options(config.loss)
+            replace_head(causal_lm, group, **{name: getattr(options, name) for name in config.loss if name != "type"})
+        else:
+            FullLogitsHead.replace(causal_lm)
     except (TypeError, ValueError, NotImplementedError) as error:
-        tied = group is not None and causal_lm.config.tie_word_embeddings
-        raise ConfigError("model.config.tie_word_embeddings" if tied else "loss", str(error)) from error
+        raise ConfigError(key, str(error)) from error
 
 
 def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str, int]:
