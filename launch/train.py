@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = Trainer(setup, ranks)
         trainer.fit()
         trainer.finish()
-    ranks.stop()
+    ranks.gather(None)  # no rank leaves while another still reads from it
     return code
 
 

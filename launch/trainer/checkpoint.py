@@ -53,7 +53,8 @@ class Checkpoints:
         final = self.folder / f"step-{step:08d}"
         work = final.with_suffix(".tmp")
         if self.ranks.is_main:
-            shutil.rmtree(work, ignore_errors=True)
+            for left_by_a_kill in self.folder.glob("step-*.tmp"):
+                shutil.rmtree(left_by_a_kill)
             work.mkdir(parents=True)
         self.ranks.gather(None)
         weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)

@@ -21,7 +21,8 @@ def save_pretrained(model: LanguageModel, tokenizer_folder: Path, folder: Path, 
     """
     state = {}
     for name, tensor in model.causal_lm.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        # A copy: with uneven shards the whole is a view of a larger buffer, which safetensors refuses to write.
+        whole = tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor
         if ranks.is_main:
             state[name] = whole.cpu()
     if ranks.is_main:

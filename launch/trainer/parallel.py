@@ -42,17 +42,15 @@ class Ranks:
 
     @classmethod
     def start(cls) -> Ranks:
-        """Join the processes that torchrun started, or be the only one when started by plain python.
+        """Join the processes that torchrun started; one started by plain python is alone and needs no group.
 
         CPU tensors go through gloo and, where there are GPUs, CUDA tensors through NCCL, so that messages between
         the hosts (errors, file names) never need a device.
         """
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if "RANK" not in os.environ:
+            return cls(0, 1, 0, 1)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size)
 
     @property
@@ -61,6 +59,8 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank: one all-gather of pickled objects through gloo. Also a barrier."""
+        if self.size == 1:
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -91,14 +91,14 @@ class Ranks:
         if any(other != values[0] for other in values):
             raise SetupError(f"{name}: the ranks disagree: {values}")
 
-    def stop(self) -> None:
-        """Leave together: no rank may close its sockets while another still reads from them."""
-        self.gather(None)
-        dist.destroy_process_group()
-
 
 def exit_process(code: int) -> None:
-    """End without the interpreter's teardown, in which gloo's threads sometimes abort the process."""
+    """End at once, without the interpreter's teardown.
+
+    Destroying a gloo group, or what holds it, may hang or abort: its destructor waits, with the interpreter's lock
+    held, for a thread that needs the lock to release the last message's tensors (seen with torch 2.13). Call it when
+    all ranks are done: `Ranks.gather` before it.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -147,12 +147,13 @@ class ParallelMode:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module whose forward and backward keep the ranks in step."""
-        return _ddp(model)
+        return _ddp(model) if self.ranks.size > 1 else model
 
     def micro_step(self, wrapped: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of one micro-step: gradients are averaged once, in the last."""
-        assert isinstance(wrapped, DistributedDataParallel)
-        return contextlib.nullcontext() if last else wrapped.no_sync()
+        if last or not isinstance(wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return wrapped.no_sync()
 
 
 class TensorParallel(ParallelMode):
@@ -190,6 +191,8 @@ class DataParallel(ParallelMode):
         return count_valid_tokens(targets, ignore_index, group=dist.group.WORLD) / self.ranks.size
 
     def mean_loss(self, losses: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return losses
         losses = losses.clone()
         dist.all_reduce(losses)
         return losses / self.ranks.size
