@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks, collectives, row_math
-from .arguments import Arguments, group_of, resolve, summarize
-from .backend import row_kernels
-from .kernels.spec import RowSpec, stats_dtype
-from .op import Call, LinearCrossEntropy, Needs
-from .options import LossOptions, LossOptionsDict
-from .plan import chunk_rows
+from . import collectives, compiled
+from .arguments import Given, checked_arguments
+from .call import aux_outputs, check_targets, on_device, prepare, to_arguments
+from .op import LinearCrossEntropy, Needs
+from .options import LossOptionsDict
 from .shard import VocabShard
-from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 
 
 class LossOutput(NamedTuple):
@@ -94,29 +90,27 @@ def linear_cross_entropy(
         IndexError: on all ranks, a target is outside `[0, vocab_size)` and not `ignore_index`, on CPU. On a GPU it is a
             device-side assertion.
     """
-    arguments, error = None, None
-    try:
-        arguments = resolve(
-            hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,
-            hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, tuple(aux), LossOptions(**options),
-        )  # fmt: skip
-    except (TypeError, ValueError) as caught:
-        error = caught
-    group = group_of(weight, group)
-    most_columns = None
-    if group is not None:
-        most_columns = checks.agree(
-            group,
-            str(options.get("check_ranks", "auto")),
-            hidden.device,
-            vocab_size if arguments is None else arguments.shard.vocab_size,
-            error,
-            lambda: summarize(_present(arguments)),
-        )
-    elif error is not None:
-        raise error
-    with _on_device(hidden.device):
-        return _compute(_present(arguments), most_columns)
+    given = Given(
+        hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,
+        hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, tuple(aux), options,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        loss, *others = compiled.linear_cross_entropy(given)
+        return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
+    args, most_columns = checked_arguments(given)
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        hidden=grad and args.hidden.requires_grad,
+        weight=grad and args.weight.requires_grad,
+        bias=grad and args.bias is not None and args.bias.requires_grad,
+    )
+    with on_device(args.hidden.device):
+        prepared = prepare(args, most_columns, needs)
+        loss, stats = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
+        check_targets(args, prepared.call, stats)
+        if args.options.reduction == "none":
+            loss = to_arguments(args, loss, prepared.kept)
+        return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss
 
 
 def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -127,131 +121,3 @@ def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.Pro
     """
     count = (target != ignore_index).sum()
     return count if group is None else collectives.all_reduce_sum(count, group)
-
-
-def _compute(args: Arguments, most_columns: int | None) -> Tensor | LossOutput:
-    options = args.options
-    hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
-    if options.skip_ignored:
-        kept = (target != options.ignore_index).nonzero()[:, 0]
-        hidden, target = hidden.index_select(0, kept), target[kept]
-        token_weight = None if token_weight is None else token_weight[kept]
-    tokens = _token_layout(args, hidden, most_columns)
-    dtype = stats_dtype(hidden.dtype)
-    target = tokens.to_loop(target, fill=options.ignore_index)
-    token_weight = None if token_weight is None else tokens.to_loop(token_weight, fill=0.0)
-    valid = target != options.ignore_index
-    column_weight = None
-    if args.class_weight is not None and options.label_smoothing:
-        column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()
-    grad = torch.is_grad_enabled()
-    call = Call(
-        options=options,
-        shard=args.shard,
-        tokens=tokens,
-        rows=row_kernels(options.backend, hidden.device),
-        spec=RowSpec(
-            softcap=None if options.softcap is None else float(options.softcap),
-            uniform=options.label_smoothing > 0,
-            argmax="predictions" in args.aux or "accuracy" in args.aux,
-            entropy="entropy" in args.aux,
-            token_scaling=options.token_scaling,
-        ),
-        needs=Needs(
-            hidden=grad and hidden.requires_grad,
-            weight=grad and args.weight.requires_grad,
-            bias=grad and args.bias is not None and args.bias.requires_grad,
-        ),
-        reduce_hidden_grad=args.reduce_hidden_grad,
-        hidden_grad_scale=args.hidden_grad_scale,
-        target=args.shard.local_ids(target, valid),
-        valid=valid,
-        weights=row_math.row_weights(
-            options, target, valid, args.shard.vocab_size, dtype, args.class_weight, token_weight, args.normalizer
-        ),
-        column_weight=column_weight,
-    )
-    loss, stats = LinearCrossEntropy.apply(call, hidden, args.weight, args.bias)
-    _check_targets(target, row_math.badly_owned(stats, valid), args)
-    if options.reduction == "none":
-        loss = loss if kept is None else loss.new_zeros(args.target.shape).index_copy(0, kept, loss)
-        loss = loss.reshape(args.shape)
-    return LossOutput(loss, **_aux(args, call, stats, target, kept)) if args.aux else loss
-
-
-def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
-    """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
-    if most_columns is None:
-        most_columns = -(-args.shard.vocab_size // collectives.world_size(args.group))
-    itemsize = (args.options.logits_dtype or hidden.dtype).itemsize
-    num_tokens = hidden.shape[0]
-    num_ranks = 1
-    if args.group is not None and args.hidden_layout == "sharded":
-        num_ranks = collectives.world_size(args.group)
-        max_tokens = args.max_tokens
-        if max_tokens is None or args.options.skip_ignored:
-            max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, args.group)
-        num_tokens = max_tokens * num_ranks
-    rows = chunk_rows(num_tokens, most_columns, itemsize, args.options.budget_bytes, args.options.chunk_rows)
-    if args.group is not None and args.hidden_layout == "sharded":
-        return ShardedTokens(hidden.shape[0], num_tokens // num_ranks, max(1, rows // num_ranks), args.group)
-    return ReplicatedTokens(num_tokens, rows, args.group)
-
-
-def _check_targets(target: Tensor, bad: Tensor, args: Arguments) -> None:
-    vocab_size = args.shard.vocab_size
-    if target.device.type != "cpu":
-        torch._assert_async(
-            ~bad.any(),
-            f"flce_dist: a target is outside [0, {vocab_size}) and not ignore_index={args.options.ignore_index}",
-        )
-    elif bad.any():
-        position = int(bad.nonzero()[0])
-        raise IndexError(
-            f"target {int(target[position])} at token {position} of the group is outside [0, {vocab_size}) and not "
-            f"ignore_index={args.options.ignore_index}"
-        )
-
-
-def _aux(args: Arguments, call: Call, stats: Tensor, target: Tensor, kept: Tensor | None) -> dict[str, Tensor]:
-    spec, valid, tokens = call.spec, call.valid, call.tokens
-
-    def per_token(values: Tensor) -> Tensor:
-        local = tokens.to_local(values)
-        if kept is not None:
-            local = local.new_zeros(args.target.shape).index_copy(0, kept, local)
-        return local.reshape(args.shape)
-
-    found: dict[str, Tensor] = {}
-    for name in args.aux:
-        if name == "num_valid":
-            found[name] = valid.sum()
-        elif name == "z_loss":
-            losses = row_math.z_losses(stats, call.weights, valid, spec)
-            found[name] = per_token(losses) if call.options.reduction == "none" else losses.sum()
-        elif name == "lse":
-            found[name] = per_token(row_math.log_sum_exp(stats))
-        elif name == "entropy":
-            found[name] = per_token(row_math.entropies(stats, spec))
-        elif name == "predictions":
-            found[name] = per_token(row_math.predictions(stats, spec))
-        else:
-            hits = (valid & (row_math.predictions(stats, spec) == target)).sum()
-            found[name] = hits.to(stats.dtype) / valid.sum().clamp(min=1)
-    return found
-
-
-def _present(arguments: Arguments | None) -> Arguments:
-    assert arguments is not None
-    return arguments
-
-
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
-    with torch.autocast(device.type, enabled=False):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield

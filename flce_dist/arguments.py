@@ -3,7 +3,9 @@ shard's place found, everything checked on this rank."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import checks, collectives
-from .options import LossOptions
+from .options import LossOptions, LossOptionsDict
 from .shard import VocabShard, partition_error
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
@@ -20,10 +22,31 @@ MAX_EXACT_ID = 2**24
 """Arg-max ids travel as float32 beside the other statistics, and are exact up to here."""
 
 
+class Given(NamedTuple):
+    """The arguments of `linear_cross_entropy` as they came; it says what they are."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    normalizer: Tensor | float | None
+    group: dist.ProcessGroup | None
+    vocab_size: int | None
+    vocab_shard: VocabShard | None
+    hidden_layout: str
+    max_tokens: int | None
+    reduce_hidden_grad: bool
+    hidden_grad_scale: float
+    aux: tuple[str, ...]
+    options: LossOptionsDict
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """Checked arguments of one rank. `hidden [N, H]`, `target [N]` int64, `token_weight [N]`; `group` is None for one
-    rank; `shape` is the target's, as it came."""
+    """Checked arguments of one rank: `hidden [N, H]`, `target [N]` int64, `token_weight [N]`, local tensors of one
+    dtype. `group` is None for one rank; `shape` is the target's, as it came."""
 
     hidden: Tensor
     weight: Tensor
@@ -50,69 +73,83 @@ def group_of(weight: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGro
     return group if collectives.world_size(group) > 1 else None
 
 
-def resolve(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | float | None,
-    group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    vocab_shard: VocabShard | None,
-    hidden_layout: str,
-    max_tokens: int | None,
-    reduce_hidden_grad: bool,
-    hidden_grad_scale: float,
-    aux: tuple[str, ...],
-    options: LossOptions,
-) -> Arguments:
+def resolve(given: Given) -> Arguments:
     """
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    _check_layout(hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, aux, options)
-    if isinstance(weight, DTensor):
-        weight, bias, vocab_shard = _unpack_weight(weight, bias, group_of(weight, group), vocab_size, vocab_shard)
-    elif isinstance(bias, DTensor):
-        raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
-    hidden, target = _unpack_tokens(hidden, hidden_layout), _unpack_tokens(target, hidden_layout)
-    token_weight = None if token_weight is None else _unpack_tokens(token_weight, hidden_layout)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    checks.check_tensors(hidden, weight, target, bias)
+    options = LossOptions(**given.options)
+    _check_call(given, options)
+    given = autocast(local_tensors(given))
+    hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
+    checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_accumulation(options, hidden.dtype)
-    group = group_of(weight, group)
-    shard = _place(weight, group, vocab_size, vocab_shard)
-    if class_weight is not None:
-        checks.check_vector("class_weight", class_weight, (shard.vocab_size,), hidden.device)
+    group = group_of(weight, given.group)
+    shard = _place(weight, group, given.vocab_size, given.vocab_shard)
+    if given.class_weight is not None:
+        checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
     if token_weight is not None:
         checks.check_vector("token_weight", token_weight, target.shape, hidden.device)
-    if normalizer is not None:
-        checks.check_normalizer(normalizer)
-    if {"predictions", "accuracy"} & set(aux) and shard.vocab_size > MAX_EXACT_ID:
+    if given.normalizer is not None:
+        checks.check_normalizer(given.normalizer)
+    if {"predictions", "accuracy"} & set(given.aux) and shard.vocab_size > MAX_EXACT_ID:
         raise ValueError(f"aux predictions need vocab_size <= {MAX_EXACT_ID}, got {shard.vocab_size}")
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    if max_tokens is not None and hidden.shape[0] > max_tokens:
-        raise ValueError(f"this rank has {hidden.shape[0]} tokens, more than max_tokens={max_tokens}")
+    if given.max_tokens is not None and hidden.shape[0] > given.max_tokens:
+        raise ValueError(f"this rank has {hidden.shape[0]} tokens, more than max_tokens={given.max_tokens}")
     return Arguments(
         hidden=hidden.contiguous(),
         weight=weight if 1 in weight.stride() else weight.contiguous(),
         target=target.reshape(-1).to(torch.int64),
-        bias=bias,
-        class_weight=class_weight,
+        bias=given.bias,
+        class_weight=given.class_weight,
         token_weight=None if token_weight is None else token_weight.reshape(-1),
-        normalizer=normalizer,
+        normalizer=given.normalizer,
         group=group,
         shard=shard,
-        hidden_layout=hidden_layout,
-        max_tokens=max_tokens,
-        reduce_hidden_grad=reduce_hidden_grad,
-        hidden_grad_scale=float(hidden_grad_scale),
-        aux=aux,
+        hidden_layout=given.hidden_layout,
+        max_tokens=given.max_tokens,
+        reduce_hidden_grad=given.reduce_hidden_grad,
+        hidden_grad_scale=float(given.hidden_grad_scale),
+        aux=given.aux,
         options=options,
         shape=target.shape,
     )
+
+
+def checked_arguments(given: Given) -> tuple[Arguments, int | None]:
+    """`resolve` on all ranks of the group together.
+
+    Returns:
+        The arguments, and the columns of the largest shard where the ranks told each other.
+
+    Raises:
+        TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
+    """
+    args, error = None, None
+    try:
+        args = resolve(given)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    group = group_of(given.weight, given.group)
+    if group is None:
+        if error is not None:
+            raise error
+        return _present(args), None
+    most_columns = checks.agree(
+        group,
+        str(given.options.get("check_ranks", "auto")),
+        all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
+        given.vocab_size if args is None else args.shard.vocab_size,
+        error,
+        lambda: summarize(_present(args)),
+    )
+    return _present(args), most_columns
+
+
+def _present(args: Arguments | None) -> Arguments:
+    assert args is not None
+    return args
 
 
 def summarize(args: Arguments) -> checks.Summary:
@@ -134,32 +171,32 @@ def summarize(args: Arguments) -> checks.Summary:
         "hidden_grad_scale": args.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else float(args.normalizer),
     }
-    if not replicated:
-        return checks.Summary(args.shard, equal)
-    equal["the number of tokens"] = args.hidden.shape[0]
-    equal["the targets (compared by checksum)"] = checks.checksum(args.target)
-    return checks.Summary(args.shard, equal, checks.sketch(args.hidden))
+    same = {"class_weight": args.class_weight}
+    if replicated:
+        equal["the number of tokens"] = args.hidden.shape[0]
+        equal["the targets (compared by checksum)"] = checks.checksum(args.target)
+        same |= {"hidden": args.hidden, "token_weight": args.token_weight}
+    sketches = {name: checks.sketch(tensor) for name, tensor in same.items() if tensor is not None}
+    return checks.Summary(args.shard, equal, sketches)
 
 
-def _check_layout(
-    hidden_layout: str,
-    max_tokens: int | None,
-    reduce_hidden_grad: bool,
-    hidden_grad_scale: float,
-    aux: tuple[str, ...],
-    options: LossOptions,
-) -> None:
-    if hidden_layout not in ("replicated", "sharded"):
-        raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {hidden_layout!r}')
-    if hidden_layout == "replicated" and max_tokens is not None:
+def _check_call(given: Given, options: LossOptions) -> None:
+    layout, max_tokens, scale = given.hidden_layout, given.max_tokens, given.hidden_grad_scale
+    if given.group is not None and collectives.world_size(given.group) < 1:
+        raise ValueError("this rank is not in the group that was passed")
+    if layout not in ("replicated", "sharded"):
+        raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {layout!r}')
+    if layout == "replicated" and max_tokens is not None:
         raise ValueError('max_tokens is for hidden_layout="sharded"')
-    if hidden_layout == "sharded" and not reduce_hidden_grad:
+    if layout == "sharded" and not given.reduce_hidden_grad:
         raise ValueError('reduce_hidden_grad=False is for hidden_layout="replicated"')
     if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
         raise ValueError(f"max_tokens must be a non-negative int, got {max_tokens!r}")
-    if isinstance(hidden_grad_scale, bool) or not isinstance(hidden_grad_scale, int | float):
-        raise TypeError(f"hidden_grad_scale must be a number, got {hidden_grad_scale!r}")
-    for name in aux:
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"hidden_grad_scale must be a number, got {scale!r}")
+    if not math.isfinite(scale):
+        raise ValueError(f"hidden_grad_scale must be finite, got {scale}")
+    for name in given.aux:
         if name not in AUX_NAMES:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
         if options.skip_ignored and name in PER_TOKEN_AUX:
@@ -184,6 +221,7 @@ def _place(
             )
         shard = VocabShard.even(vocab_size, rank, world_size)
     else:
+        checks.check_not_empty(weight)
         shard = VocabShard(weight.shape[0] if vocab_size is None else vocab_size, 0, weight.shape[0])
     checks.check_shard(weight, shard, rank, world_size, explicit=vocab_shard is not None)
     if world_size == 1:
@@ -193,20 +231,33 @@ def _place(
     return shard
 
 
-def _unpack_weight(
-    weight: DTensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    vocab_shard: VocabShard | None,
-) -> tuple[Tensor, Tensor | None, VocabShard]:
-    mesh, where = weight.device_mesh, f"a DTensor on mesh {weight.device_mesh} with placements {weight.placements}"
+def local_tensors(given: Given) -> Given:
+    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`.
+
+    Raises:
+        TypeError, ValueError: a DTensor with placements or a mesh that do not fit.
+    """
+    if isinstance(given.weight, DTensor):
+        given = _local_weight(given, given.weight)
+    elif isinstance(given.bias, DTensor):
+        raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
+    token_weight = given.token_weight
+    return given._replace(
+        hidden=_local_tokens(given.hidden, given.hidden_layout),
+        target=_local_tokens(given.target, given.hidden_layout),
+        token_weight=None if token_weight is None else _local_tokens(token_weight, given.hidden_layout),
+    )
+
+
+def _local_weight(given: Given, weight: DTensor) -> Given:
+    mesh, bias, group = weight.device_mesh, given.bias, group_of(weight, given.group)
+    where = f"a DTensor on mesh {mesh} with placements {weight.placements}"
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise ValueError(
             f"weight must be a plain tensor or a DTensor Shard(0) on the 1-D mesh of the group, got {where}: FSDP2's "
             "sharded parameter is seen outside of the module that owns it; compute the loss in that module's forward"
         )
-    if vocab_shard is not None:
+    if given.vocab_shard is not None:
         raise ValueError("vocab_shard is for a plain weight: a DTensor knows its place")
     world_size = collectives.world_size(group)
     ranks = [mesh.get_local_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -217,11 +268,12 @@ def _unpack_weight(
             raise TypeError("bias must be a DTensor sharded like weight")
         bias = bias.to_local()
     rows = weight.shape[0]
-    size = rows if vocab_size is None else vocab_size
-    return weight.to_local(), bias, VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
+    size = rows if given.vocab_size is None else given.vocab_size
+    shard = VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
+    return given._replace(weight=weight.to_local(), bias=bias, group=group, vocab_size=None, vocab_shard=shard)
 
 
-def _unpack_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
+def _local_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.ndim == 1:
@@ -236,13 +288,14 @@ def _unpack_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
     )
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast(given: Given) -> Given:
     """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
-    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(hidden.device.type)
+    if not isinstance(given.hidden, Tensor) or not torch.is_autocast_enabled(given.hidden.device.type):
+        return given
+    dtype = torch.get_autocast_dtype(given.hidden.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+    bias = None if given.bias is None else cast(given.bias)
+    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=bias)

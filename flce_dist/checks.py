@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,19 +68,22 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 
 
 def check_weight(weight: Tensor, hidden_size: int) -> None:
-    """A weight as FSDP and ZeRO leave it outside of the module that owns it is named as such."""
-    if weight.dim() == 2 and weight.shape[1] == hidden_size:
-        return
-    came = f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}"
-    remedy = "compute the loss inside the forward of the module that owns the weight (VocabParallelHead does)"
+    """
+    Raises:
+        ValueError: not `[rows, H]`; a weight as FSDP and ZeRO-3 leave it is named as such.
+    """
+    if weight.dim() != 2 or weight.shape[1] != hidden_size:
+        raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
+
+
+def _left_by(weight: Tensor) -> str:
+    """The framework that leaves such a weight outside of the module that owns it, and the remedy."""
+    remedy = "compute the loss inside the forward of the module that owns it, as VocabParallelHead does"
     if hasattr(weight, "ds_id") or hasattr(weight, "ds_shape"):
-        raise ValueError(f"{came}: DeepSpeed ZeRO-3 has partitioned it; {remedy}, or gather it around the call")
-    if weight.dim() == 1:
-        raise ValueError(
-            f"{came}: a flat or empty weight is what FSDP1 and DeepSpeed ZeRO-3 leave outside of the module that owns "
-            f"it; {remedy}"
-        )
-    raise ValueError(came)
+        return f": DeepSpeed ZeRO-3 has partitioned it; {remedy}, or gather it around forward and backward"
+    if weight.dim() == 1 or weight.numel() == 0:
+        return f": a flat or empty weight is what FSDP and DeepSpeed ZeRO-3 leave behind; {remedy}"
+    return ""
 
 
 def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, explicit: bool) -> None:
@@ -92,13 +95,8 @@ def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, e
     rows = weight.shape[0]
     if rows == shard.num_rows:
         return
-    if rows == 0 and (hasattr(weight, "ds_id") or hasattr(weight, "ds_shape")):
-        raise ValueError(
-            f"weight has 0 rows where rank {rank} of {world_size} holds {shard.num_rows}: DeepSpeed ZeRO-3 has "
-            "partitioned it; compute the loss in the forward of the module that owns it, or gather it around the call"
-        )
     if explicit:
-        raise ValueError(f"weight has {rows} rows, but vocab_shard {shard} has {shard.num_rows}")
+        raise ValueError(f"weight has {rows} rows, but vocab_shard {shard} has {shard.num_rows}{_left_by(weight)}")
     message = (
         f"weight has {rows} rows, but rank {rank} of {world_size} holds {shard.num_rows} of vocab_size="
         f"{shard.vocab_size} (rows [{shard.start}, {shard.stop}))"
@@ -106,10 +104,19 @@ def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, e
     if rows == shard.vocab_size:
         message += f": this is the full weight, whose {world_size} copies have {rows * world_size} rows; pass the shard"
     elif rows == 0:
-        message += ": an empty weight is what FSDP and DeepSpeed ZeRO-3 leave outside of the module that owns it"
+        message += _left_by(weight)
     else:
         message += "; pass vocab_shard=VocabShard(vocab_size, start, stop) for another split or for padded rows"
     raise ValueError(message)
+
+
+def check_not_empty(weight: Tensor) -> None:
+    """
+    Raises:
+        ValueError: an unsharded weight without rows.
+    """
+    if weight.shape[0] == 0:
+        raise ValueError(f"weight has no rows, {tuple(weight.shape)}{_left_by(weight)}")
 
 
 def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.device) -> None:
@@ -161,18 +168,18 @@ def check_accumulation(options: LossOptions, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the ranks of a group compare. Everything in `equal` must be the same on all; `hidden_sketch` may differ by
-    rounding, as replicated bodies with non-deterministic kernels do."""
+    """What the ranks of a group compare. Everything in `equal` must be the same on all; the sketches of replicated
+    tensors may differ by rounding, as those of bodies with non-deterministic kernels do."""
 
     shard: VocabShard
     equal: dict[str, Any]
-    hidden_sketch: list[float] = field(default_factory=list)
+    sketches: dict[str, list[float]]
 
 
 def agree(
     group: dist.ProcessGroup,
     check_ranks: str,
-    device: torch.device,
+    on_cpu: bool,
     vocab_size: int | None,
     error: Exception | None,
     summarize: Callable[[], Summary],
@@ -186,7 +193,7 @@ def agree(
     """
     known = _largest_shard.setdefault(group, {})
     if check_ranks == "auto":
-        check_ranks = "always" if device.type == "cpu" else "first"
+        check_ranks = "always" if on_cpu else "first"
     checked = bool(known) if vocab_size is None else vocab_size in known
     if check_ranks == "never" or (check_ranks == "first" and checked):
         if error is not None:
@@ -220,13 +227,14 @@ def _disagreement(summaries: list[Summary]) -> str | None:
     wrong = partition_error([s.shard for s in summaries])
     if wrong is not None:
         return f"the shards of the group must hold each id once: {wrong}"
-    for rank, other in enumerate(summaries):
-        if not _close(first.hidden_sketch, other.hidden_sketch):
-            return (
-                f'hidden_layout="replicated" needs the same hidden states on all ranks of the group, but rank {rank} '
-                "has others than rank 0: do the ranks see different batches (data parallel), or is the group not the "
-                'tensor-parallel one? For tokens that are spread over the ranks pass hidden_layout="sharded"'
-            )
+    for name in first.sketches:
+        for rank, other in enumerate(summaries):
+            if not _close(first.sketches[name], other.sketches[name]):
+                return (
+                    f"all ranks of the group must have the same {name}, but rank {rank} has another than rank 0: do "
+                    "the ranks see different batches (data parallel), or is the group not the tensor-parallel one? For "
+                    'tokens that are spread over the ranks pass hidden_layout="sharded"'
+                )
     return None
 
 
@@ -236,16 +244,15 @@ def checksum(ids: Tensor) -> int:
     return int((ids.reshape(-1).to(torch.int64) * (position * 2654435761 + 1)).sum())
 
 
-def sketch(hidden: Tensor) -> list[float]:
-    """Norm of `[N, H]` and four interleaved sums of its rows; reads the device."""
-    rows = hidden.detach().sum(1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(hidden.detach(), dtype=rows.dtype)
+def sketch(tensor: Tensor) -> list[float]:
+    """Norm of a tensor `[N, ...]` and four interleaved sums along N; reads the device."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    rows = tensor.detach().reshape(tensor.shape[0], -1).sum(1, dtype=dtype)
+    norm = torch.linalg.vector_norm(tensor.detach(), dtype=dtype)
     return [float(norm), *(float(rows[i::4].sum()) for i in range(4))]
 
 
 def _close(a: list[float], b: list[float]) -> bool:
-    if not a:
-        return not b
     tolerance = 0.02 * max(a[0], b[0])
     return all(
         abs(x - y) <= tolerance or (not math.isfinite(x) and not math.isfinite(y)) for x, y in zip(a, b, strict=True)

@@ -10,13 +10,14 @@ the same but for the statistics.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import collectives, row_math
 from .gemm import WeightGradient, logits_into, mm_into
@@ -37,10 +38,20 @@ class Needs(NamedTuple):
     bias: bool
 
 
+class RowInputs(NamedTuple):
+    """What the rows know besides their logits, in loop order: global target ids `[N]`, the same as columns of this
+    rank, which rows are valid, the coefficients of their losses, and class weights `[L]` where smoothing needs them."""
+
+    ids: Tensor
+    target: Tensor
+    valid: Tensor
+    weights: RowWeights
+    column_weight: Tensor | None
+
+
 @dataclass(frozen=True)
 class Call:
-    """What one call knows besides its differentiable tensors. `target` holds columns of this rank, and like `valid`
-    and `weights` it is in loop order."""
+    """What one call knows besides its differentiable tensors."""
 
     options: LossOptions
     shard: VocabShard
@@ -50,10 +61,12 @@ class Call:
     needs: Needs
     reduce_hidden_grad: bool
     hidden_grad_scale: float
-    target: Tensor
-    valid: Tensor
-    weights: RowWeights
-    column_weight: Tensor | None
+    make_inputs: Callable[[], RowInputs]
+
+    @cached_property
+    def inputs(self) -> RowInputs:
+        """Made at the first use, in the loop, where these small operations hide behind the first GEMM."""
+        return self.make_inputs()
 
     def hidden_gradient(self, hidden: Tensor) -> HiddenGradient:
         reduce_dtype = self.options.hidden_grad_reduce_dtype or hidden.dtype
@@ -78,10 +91,11 @@ def run_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    grad_weights: RowWeights | None,
+    grad_scale: Tensor | float | None,
     known_stats: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """All chunks: global statistics `[K, N]`, and the gradients that `call.needs` when `grad_weights` are given.
+    """All chunks: global statistics `[K, N]`, and the gradients that `call.needs`, of `grad_scale` (a number or `[N]`)
+    times the losses' sum; none when it is None.
 
     With `known_stats` (of an earlier forward) they are not computed and not exchanged again.
     """
@@ -89,9 +103,8 @@ def run_chunks(
     weight_rows, bias_rows = weight[:columns], None if bias is None else bias[:columns]
     logits_dtype = call.options.logits_dtype or hidden.dtype
     buffer = logits_buffer(call.tokens.chunk_rows, columns, logits_dtype, hidden.device)
-    num_stats = call.spec.num_stats
-    stats = buffer.new_empty(num_stats, call.tokens.num_rows, dtype=stats_dtype(logits_dtype))
-    needs = call.needs if grad_weights is not None else Needs(False, False, False)
+    stats = buffer.new_empty(call.spec.num_stats, call.tokens.num_rows, dtype=stats_dtype(logits_dtype))
+    needs = call.needs if grad_scale is not None else Needs(False, False, False)
     hidden_grad = call.hidden_gradient(hidden) if needs.hidden else None
     weight_grad = WeightGradient(weight, columns, call.options.accum_dtype, needs.weight, needs.bias)
 
@@ -99,9 +112,12 @@ def run_chunks(
         x = call.tokens.hidden_chunk(hidden, start, stop)
         logits = buffer[: stop - start]
         logits_into(logits, x, weight_rows, bias_rows, call.options.logit_scale)
-        chunk_weights = None if grad_weights is None else grad_weights.slice(start, stop)
+        if start == 0:
+            weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
+        chunk_weights = None if weights is None else weights.slice(start, stop)
         known = None if known_stats is None else known_stats[:, start:stop]
-        stats[:, start:stop], grad = softmax_rows(call, logits, call.target[start:stop], chunk_weights, known, x.dtype)
+        target = call.inputs.target[start:stop]
+        stats[:, start:stop], grad = softmax_rows(call, logits, target, chunk_weights, known, x.dtype)
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)
             mm_into(part, grad, weight_rows)
@@ -119,7 +135,7 @@ def softmax_rows(
 
     One all-gather of `[K, C]` with more than one rank, unless the statistics are `known`.
     """
-    rows, spec, columns = call.rows, call.spec, call.column_weight
+    rows, spec, columns = call.rows, call.spec, call.inputs.column_weight
     grad = logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
     if known is None:
         if call.tokens.group is None:
@@ -133,59 +149,84 @@ def softmax_rows(
     return known, grad
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats [K, N])`.
+class Computed(NamedTuple):
+    """`loss` is `[]`, or `[n]` with reduction "none"; `stats [K, N]` in loop order; gradients for an upstream gradient
+    of `factor`, where forward makes them."""
 
-    `loss` is `[]`, or `[n]` with reduction "none"; `stats` is not differentiable and in loop order.
-    """
+    loss: Tensor
+    stats: Tensor
+    gradients: Gradients | None
+    factor: float
+
+
+def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Computed:
+    """The forward pass."""
+    factor = call.grad_factor(hidden.dtype)
+    now = any(call.needs) and not call.options.recompute
+    grad_scale = factor * call.options.logit_scale if now else None
+    stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
+    losses = row_math.row_losses(stats, call.inputs.weights, call.inputs.valid, call.spec)
+    loss = call.tokens.to_local(losses).clone() if call.options.reduction == "none" else losses.sum()
+    return Computed(loss, stats, gradients if now else None, factor)
+
+
+def recompute(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor | None, grad_loss: Tensor
+) -> Gradients:
+    """Gradients from logits made again, and from statistics made again when they are None. One upstream gradient a
+    token is folded into the rows' coefficients."""
+    factor = call.grad_factor(hidden.dtype)
+    grad_scale: Tensor | float = factor * call.options.logit_scale
+    if call.options.reduction == "none":
+        grad_scale = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0) * grad_scale
+        grad_loss = grad_loss.new_ones(())
+    _, gradients = run_chunks(call, hidden, weight, bias, grad_scale, stats)
+    scale_gradients_(call, gradients, grad_loss, factor)
+    return gradients
+
+
+def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: float) -> None:
+    """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
+    hidden, *others = gradients
+    if hidden is not None:
+        call.rows.scale_(hidden, grad_loss, call.hidden_grad_scale / factor)
+    for gradient in others:
+        if gradient is not None:
+            call.rows.scale_(gradient, grad_loss, 1.0 / factor)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats)`, as in `Computed`; `stats` is not
+    differentiable."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        factor = call.grad_factor(hidden.dtype)
-        grad_weights = None
-        if any(call.needs) and not call.options.recompute:
-            grad_weights = call.weights.scaled(factor * call.options.logit_scale)
-        stats, gradients = run_chunks(call, hidden, weight, bias, grad_weights)
-        losses = row_math.row_losses(stats, call.weights, call.valid, call.spec)
-        loss = call.tokens.to_local(losses).clone() if call.options.reduction == "none" else losses.sum()
+        loss, stats, gradients, factor = compute(call, hidden, weight, bias)
         if any(call.needs):
-            ctx.call, ctx.factor = call, factor
-            # Handed out once, so kept beside the saved tensors, which a retained graph may read twice.
-            ctx.gradients = None if grad_weights is None else gradients
+            # Gradients are handed out once, so they stay beside the saved tensors, which may be read twice.
+            ctx.call, ctx.gradients, ctx.factor = call, gradients, factor
             ctx.save_for_backward(hidden, weight, bias, stats)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
+            )
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            gradients, grad_loss = _recompute(ctx, grad_loss)
-        scale_hidden = ctx.call.hidden_grad_scale / ctx.factor
-        for gradient, host_factor in zip(gradients, (scale_hidden, 1.0 / ctx.factor, 1.0 / ctx.factor), strict=True):
-            if gradient is not None:
-                ctx.call.rows.scale_(gradient, grad_loss, host_factor)
-        return None, *gradients
-
-
-def _recompute(ctx: Any, grad_loss: Tensor) -> tuple[Gradients, Tensor]:
-    """Gradients from logits made again. For one upstream gradient a token it is folded into the rows' coefficients and
-    the factor that is left is 1."""
-    call: Call = ctx.call
-    hidden, weight, bias, stats = ctx.saved_tensors
-    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
-        raise RuntimeError(
-            "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside of "
-            "the module that owns it), and this backward needs it again: compute the loss inside the head module's "
-            'forward, or use backward="forward" and call backward once'
-        )
-    weights = call.weights
-    if call.options.reduction == "none":
-        per_row = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0)
-        weights, grad_loss = weights.scaled(per_row), grad_loss.new_ones(())
-    _, gradients = run_chunks(call, hidden, weight, bias, weights.scaled(ctx.factor * call.options.logit_scale), stats)
-    return gradients, grad_loss
+        if gradients is not None:
+            scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)
+            return None, *gradients
+        hidden, weight, bias, stats = ctx.saved_tensors
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
+            raise RuntimeError(
+                "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside "
+                "of the module that owns it), and this backward needs it again: compute the loss inside the head "
+                'module\'s forward, or use backward="forward" and call backward once'
+            )
+        return None, *recompute(ctx.call, hidden, weight, bias, stats, grad_loss)

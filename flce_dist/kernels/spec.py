@@ -88,7 +88,7 @@ class RowWeights(NamedTuple):
         return self._each(lambda w: w[start:stop])
 
     def scaled(self, factor: Tensor | float) -> RowWeights:
-        return self._each(lambda w: w * factor)
+        return self if isinstance(factor, float) and factor == 1.0 else self._each(lambda w: w * factor)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RowWeights:
         uniform = None if self.uniform is None else change(self.uniform)

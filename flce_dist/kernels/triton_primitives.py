@@ -12,7 +12,7 @@ NO_ID = tl.constexpr(2**30)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     # No tanh that both the GPU and the interpreter know. Near 0 the exponential forms lose digits.
     u = tl.exp(-2.0 * tl.abs(x))
     if x.dtype == tl.float64:
@@ -29,10 +29,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _load_tile(row, columns, num_columns, padded, SOFTCAP: tl.constexpr, ACC: tl.constexpr):
+def load_tile(row, columns, num_columns, padded, SOFTCAP: tl.constexpr, ACC: tl.constexpr):
     z = tl.load(row + columns, mask=columns < padded, other=0.0).to(ACC)
     if SOFTCAP is not None:
-        z = SOFTCAP * _tanh(z / SOFTCAP)
+        z = SOFTCAP * tanh(z / SOFTCAP)
     return tl.where(columns < num_columns, z, float("-inf"))
 
 
@@ -42,71 +42,88 @@ def scan_row(
     SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
     ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of one row to `out`; returns its max, sum, target logit and sum of column weights."""
-    m = tl.full((), float("-inf"), ACC)
-    s = tl.full((), 0.0, ACC)
-    weighted_sum = tl.full((), 0.0, ACC)
-    weight_sum = tl.full((), 0.0, ACC)
-    entropy = tl.full((), 0.0, ACC)
-    best = tl.full((), NO_ID, tl.int32)
+    """Writes the statistics of one row to `out`; returns its max, sum, target logit and sum of column weights.
+
+    A tile is folded into lanes of one wide load each, which stay in a thread: the threads meet once a row, not once a
+    tile. The lanes are then combined as ranks are (`_combine_kernel`).
+    """
+    WIDTH: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = BLOCK // WIDTH
+    m = tl.full((LANES,), float("-inf"), ACC)
+    s = tl.zeros((LANES,), ACC)
+    weighted_sum = tl.zeros((LANES,), ACC)
+    weight_sum = tl.zeros((LANES,), ACC)
+    entropy = tl.zeros((LANES,), ACC)
+    best = tl.full((LANES,), NO_ID, tl.int32)
     padded = tl.cdiv(num_columns, ALIGN) * ALIGN
     for start in range(0, padded, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
-        tile_max = tl.max(z, 0)
+        columns = start + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        z = load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
+        lane_max = tl.max(z, 1)
         if ARGMAX >= 0:
-            tile_best = tl.min(tl.where((z == tile_max) & (columns < num_columns), columns, NO_ID), 0)
-            best = tl.where((tile_max > m) | (best == NO_ID), tile_best, best)
-        new_m = tl.maximum(m, tile_max)
-        # A row of nothing but -inf so far keeps max -inf and sum 0: shifting it by -inf would make nan.
+            lane_best = tl.min(tl.where((z == lane_max[:, None]) & (columns < num_columns), columns, NO_ID), 1)
+            best = tl.where((lane_max > m) | (best == NO_ID), lane_best, best)
+        new_m = tl.maximum(m, lane_max)
+        # A lane of nothing but -inf so far keeps max -inf and sum 0: shifting it by -inf would make nan.
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
         rescale = tl.where(m == float("-inf"), 0.0, m - shift)
-        e = tl.exp(z - shift)
+        shifted = z - shift[:, None]
+        e = tl.exp(shifted)
         if ENTROPY >= 0:
-            entropy = (entropy + rescale * s) * tl.exp(rescale) + tl.sum(tl.where(e > 0.0, (z - shift) * e, 0.0), 0)
+            entropy = (entropy + rescale * s) * tl.exp(rescale) + tl.sum(tl.where(e > 0.0, shifted * e, 0.0), 1)
         if WEIGHTED >= 0:
-            weighted_sum += rescale * weight_sum
             if column_weight is None:
-                weighted_sum += tl.sum(tl.where(columns < num_columns, z - shift, 0.0), 0)
-                weight_sum += tl.sum((columns < num_columns).to(ACC), 0)
+                c = (columns < num_columns).to(ACC)
             else:
                 c = tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
-                weighted_sum += tl.sum(tl.where(columns < num_columns, c * (z - shift), 0.0), 0)
-                weight_sum += tl.sum(c, 0)
-        s = s * tl.exp(rescale) + tl.sum(e, 0)
+            weighted_sum += rescale * weight_sum + tl.sum(tl.where(columns < num_columns, c * shifted, 0.0), 1)
+            weight_sum += tl.sum(c, 1)
+        s = s * tl.exp(rescale) + tl.sum(e, 1)
         m = new_m
+
+    row_m = tl.max(m, 0)
+    # Equal maxima differ by 0 even when both are -inf.
+    shift = tl.where(m == row_m, 0.0, m - row_m)
+    row_s = tl.sum(s * tl.exp(shift), 0)
+    row_weight = tl.sum(weight_sum, 0)
     owned = (target >= 0) & (target < num_columns)
     at_target = tl.load(row + target, mask=owned, other=0.0).to(ACC)
     if SOFTCAP is not None:
-        at_target = SOFTCAP * _tanh(at_target / SOFTCAP)
-    tl.store(out + MAX_ROW * out_stride, m)
-    tl.store(out + SUM_ROW * out_stride, s)
+        at_target = SOFTCAP * tanh(at_target / SOFTCAP)
+    tl.store(out + MAX_ROW * out_stride, row_m)
+    tl.store(out + SUM_ROW * out_stride, row_s)
     tl.store(out + TARGET_ROW * out_stride, at_target)
     tl.store(out + OWNED_ROW * out_stride, owned.to(ACC))
     if WEIGHTED >= 0:
-        tl.store(out + WEIGHTED * out_stride, weighted_sum)
-        tl.store(out + WEIGHT * out_stride, weight_sum)
+        shifted_sum = weighted_sum + tl.where(weight_sum == 0.0, 0.0, weight_sum * shift)
+        tl.store(out + WEIGHTED * out_stride, tl.sum(shifted_sum, 0))
+        tl.store(out + WEIGHT * out_stride, row_weight)
     if ARGMAX >= 0:
-        tl.store(out + ARGMAX * out_stride, tl.where(num_columns > 0, (best + first_column).to(ACC), float("inf")))
+        row_best = tl.min(tl.where(m == row_m, best, NO_ID), 0)
+        tl.store(out + ARGMAX * out_stride, tl.where(num_columns > 0, (row_best + first_column).to(ACC), float("inf")))
     if ENTROPY >= 0:
-        tl.store(out + ENTROPY * out_stride, entropy)
-    return m, s, at_target, weight_sum
+        shifted_entropy = tl.where(s == 0.0, 0.0, (entropy + s * shift) * tl.exp(shift))
+        tl.store(out + ENTROPY * out_stride, tl.sum(shifted_entropy, 0))
+    return row_m, row_s, at_target, row_weight
 
 
 @triton.jit
 def grad_row(
-    row, grad, target, m, s, at_target, weight_sum, target_weight, uniform_weight, square_weight, column_weight,
+    row, grad, target, m, s, at_target, weight_sum, target_weight, uniform_weights, square_weights, i, column_weight,
     num_columns, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one row; `*_weight` are this row's coefficients, or None."""
+    """Writes the gradient of row `i`; `uniform_weights` and `square_weights` point to all rows' coefficients, or are
+    None."""
     b = target_weight
     a = b
     active = b != 0.0
-    if uniform_weight is not None:
+    if uniform_weights is not None:
+        uniform_weight = tl.load(uniform_weights + i)
         active = active | (uniform_weight != 0.0)
         a += uniform_weight * weight_sum
-    if square_weight is not None:
+    if square_weights is not None:
+        square_weight = tl.load(square_weights + i)
         active = active | (square_weight != 0.0)
         a += 2.0 * square_weight * (m + tl.log(s))
     if TOKEN_SCALING:
@@ -118,10 +135,10 @@ def grad_row(
     if active:
         for start in range(0, padded, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            z = _load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
+            z = load_tile(row, columns, num_columns, padded, SOFTCAP, ACC)
             g = a * tl.exp(z - m)
             g = tl.where(columns == target, g - b, g)
-            if uniform_weight is not None:
+            if uniform_weights is not None:
                 u = uniform_weight
                 if TOKEN_SCALING:
                     u *= target_prob

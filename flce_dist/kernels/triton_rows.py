@@ -32,14 +32,6 @@ def _row_stats_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _load_or_none(pointer, i):
-    if pointer is None:
-        return None
-    else:
-        return tl.load(pointer + i)
-
-
 @triton.jit(do_not_specialize=_PER_CALL, do_not_specialize_on_alignment=_UNALIGNED)
 def _row_grad_kernel(
     logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_weight, uniform_weight,
@@ -55,7 +47,7 @@ def _row_grad_kernel(
         logits + i * logits_stride, grad + i * grad_stride, tl.load(target + i),
         tl.load(stats + MAX_ROW * stats_stride), tl.load(stats + SUM_ROW * stats_stride),
         tl.load(stats + TARGET_ROW * stats_stride), weight_sum, tl.load(target_weight + i),
-        _load_or_none(uniform_weight, i), _load_or_none(square_weight, i), column_weight, num_columns,
+        uniform_weight, square_weight, i, column_weight, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
     )  # fmt: skip
 
@@ -78,7 +70,7 @@ def _row_stats_grad_kernel(
     tl.debug_barrier()
     grad_row(
         row, grad + i * grad_stride, t, m, s, at_target, weight_sum, tl.load(target_weight + i),
-        _load_or_none(uniform_weight, i), _load_or_none(square_weight, i), column_weight, num_columns,
+        uniform_weight, square_weight, i, column_weight, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
     )  # fmt: skip
 

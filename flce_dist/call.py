@@ -1,0 +1,150 @@
+"""From checked arguments to one call of the chunk loop, and from its row statistics to further outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import collectives, row_math
+from .arguments import Arguments
+from .backend import row_kernels
+from .kernels.spec import RowSpec, stats_dtype
+from .op import Call, Needs, RowInputs
+from .plan import chunk_rows
+from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
+
+
+class Prepared(NamedTuple):
+    """A call, its hidden states `[n, H]`, and which of the arguments' tokens these are (None: all)."""
+
+    call: Call
+    hidden: Tensor
+    kept: Tensor | None
+
+
+def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared:
+    """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`."""
+    options = args.options
+    hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
+    if options.skip_ignored:
+        kept = (target != options.ignore_index).nonzero()[:, 0]
+        hidden, target = hidden.index_select(0, kept), target[kept]
+        token_weight = None if token_weight is None else token_weight[kept]
+    tokens = _token_layout(args, hidden, most_columns)
+    dtype = stats_dtype(hidden.dtype)
+
+    def row_inputs() -> RowInputs:
+        ids = tokens.to_loop(target, fill=options.ignore_index)
+        valid = ids != options.ignore_index
+        weight_of_row = None if token_weight is None else tokens.to_loop(token_weight, fill=0.0)
+        column_weight = None
+        if args.class_weight is not None and options.label_smoothing:
+            column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()
+        weights = row_math.row_weights(
+            options, ids, valid, args.shard.vocab_size, dtype, args.class_weight, weight_of_row, args.normalizer
+        )
+        return RowInputs(ids, args.shard.local_ids(ids, valid), valid, weights, column_weight)
+
+    call = Call(
+        options=options,
+        shard=args.shard,
+        tokens=tokens,
+        rows=row_kernels(options.backend, hidden.device),
+        spec=RowSpec(
+            softcap=None if options.softcap is None else float(options.softcap),
+            uniform=options.label_smoothing > 0,
+            argmax="predictions" in args.aux or "accuracy" in args.aux,
+            entropy="entropy" in args.aux,
+            token_scaling=options.token_scaling,
+        ),
+        needs=needs,
+        reduce_hidden_grad=args.reduce_hidden_grad,
+        hidden_grad_scale=args.hidden_grad_scale,
+        make_inputs=row_inputs,
+    )
+    return Prepared(call, hidden, kept)
+
+
+def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
+    """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
+    options, group = args.options, args.group
+    if most_columns is None:
+        most_columns = -(-args.shard.vocab_size // collectives.world_size(group))
+    itemsize = (options.logits_dtype or hidden.dtype).itemsize
+    num_tokens = hidden.shape[0]
+    if group is None or args.hidden_layout == "replicated":
+        rows = chunk_rows(num_tokens, most_columns, itemsize, options.budget_bytes, options.chunk_rows)
+        return ReplicatedTokens(num_tokens, rows, group)
+    max_tokens, num_ranks = args.max_tokens, collectives.world_size(group)
+    if max_tokens is None or options.skip_ignored:
+        max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
+    rows = chunk_rows(max_tokens * num_ranks, most_columns, itemsize, options.budget_bytes, options.chunk_rows)
+    return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
+
+
+def check_targets(args: Arguments, call: Call, stats: Tensor) -> None:
+    """
+    Raises:
+        IndexError: on all ranks, with value and place of a target that is on no rank or on two; on a GPU a device-side
+            assertion, so that the host does not wait.
+    """
+    bad = row_math.badly_owned(stats, call.inputs.valid)
+    vocab_size, ignore_index = args.shard.vocab_size, args.options.ignore_index
+    if bad.device.type != "cpu":
+        message = f"flce_dist: a target is outside [0, {vocab_size}) and not ignore_index={ignore_index}"
+        torch._assert_async(~bad.any(), message)
+    elif bad.any():
+        row = int(bad.nonzero()[0])
+        raise IndexError(
+            f"target {int(call.inputs.ids[row])} (row {row} of the group) is outside [0, {vocab_size}) and not "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Tensor:
+    """Values `[n]` of the kept tokens in the target's shape; 0 for the others."""
+    if kept is not None:
+        per_token = per_token.new_zeros(args.target.shape).index_copy(0, kept, per_token)
+    return per_token.reshape(args.shape)
+
+
+def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str, Tensor]:
+    """What `args.aux` names: scalars of the group, or per-token values of this rank in the target's shape."""
+    call, kept = prepared.call, prepared.kept
+    spec, valid = call.spec, call.inputs.valid
+
+    def per_token(values: Tensor) -> Tensor:
+        return to_arguments(args, call.tokens.to_local(values), kept)
+
+    found: dict[str, Tensor] = {}
+    for name in args.aux:
+        if name == "num_valid":
+            found[name] = valid.sum()
+        elif name == "z_loss":
+            losses = row_math.z_losses(stats, call.inputs.weights, valid, spec)
+            found[name] = per_token(losses) if call.options.reduction == "none" else losses.sum()
+        elif name == "lse":
+            found[name] = per_token(row_math.log_sum_exp(stats))
+        elif name == "entropy":
+            found[name] = per_token(row_math.entropies(stats, spec))
+        elif name == "predictions":
+            found[name] = per_token(row_math.predictions(stats, spec))
+        else:
+            hits = (valid & (row_math.predictions(stats, spec) == call.inputs.ids)).sum()
+            found[name] = hits.to(stats.dtype) / valid.sum().clamp(min=1)
+    return found
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield

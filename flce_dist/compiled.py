@@ -1,0 +1,238 @@
+"""`linear_cross_entropy` under `torch.compile`: one opaque operator, so that the graph has no break.
+
+What is no tensor travels as one JSON string that is a constant of the graph, the group by its name in it. The operator
+checks and computes as the eager path does, when the graph runs. It returns its gradients beside the loss, and the
+graph's backward scales them; where logits are recomputed, backward calls a second operator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .arguments import Arguments, Given, autocast, checked_arguments, local_tensors
+from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
+from .kernels.spec import stats_dtype
+from .op import Gradients, Needs, compute, recompute
+from .options import LossOptions
+from .shard import VocabShard
+
+_HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
+_INTEGER_AUX = ("predictions", "num_valid")
+_PER_TOKEN_AUX = ("lse", "predictions", "entropy")
+
+
+def linear_cross_entropy(given: Given) -> list[Tensor]:
+    """The loss and the outputs that `given.aux` names, in a graph that is being traced."""
+    given = autocast(local_tensors(given))
+    number = given.normalizer if isinstance(given.normalizer, int | float) else None
+    shard = given.vocab_shard
+    config = _encode(
+        given.group.group_name if given.group is not None else None,
+        None if shard is None else (shard.vocab_size, shard.start, shard.stop),
+        number,
+        given.aux,
+        tuple((name, getattr(given, name)) for name in _HOST),
+        tuple(given.options.items()),
+    )
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (given.hidden, given.weight, given.bias)]
+    outputs = _forward(
+        given.hidden,
+        given.weight,
+        given.target,
+        given.bias,
+        given.class_weight,
+        given.token_weight,
+        given.normalizer if number is None else None,
+        config,
+        needs,
+    )
+    return outputs[: 1 + len(given.aux)]
+
+
+@torch.compiler.assume_constant_result
+def _encode(
+    group: str | None,
+    shard: tuple[int, int, int] | None,
+    normalizer: float | None,
+    aux: tuple[str, ...],
+    host: tuple[tuple[str, Any], ...],
+    options: tuple[tuple[str, Any], ...],
+) -> str:
+    texts = {key: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for key, v in options}
+    LossOptions.from_dict(texts)
+    return json.dumps(
+        {"group": group, "shard": shard, "normalizer": normalizer, "aux": aux, "host": dict(host), "options": texts}
+    )
+
+
+def _options(config: str) -> LossOptions:
+    return LossOptions.from_dict(json.loads(config)["options"])
+
+
+def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
+    hidden, weight, target, bias, class_weight, token_weight, normalizer = tensors
+    values = json.loads(config)
+    options = LossOptions.from_dict(values["options"])
+    assert hidden is not None
+    assert weight is not None
+    assert target is not None
+    return Given(
+        hidden=hidden,
+        weight=weight,
+        target=target,
+        bias=bias,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        normalizer=normalizer if values["normalizer"] is None else values["normalizer"],
+        group=None if values["group"] is None else _resolve_process_group(values["group"]),
+        vocab_shard=None if values["shard"] is None else VocabShard(*values["shard"]),
+        aux=tuple(values["aux"]),
+        options={key: getattr(options, key) for key in values["options"]},  # type: ignore[arg-type]
+        **values["host"],
+    )
+
+
+def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
+    args, most_columns = checked_arguments(_decode(tensors, config))
+    return args, prepare(args, most_columns, Needs(*needs))
+
+
+@torch.library.custom_op("flce_dist::linear_cross_entropy", mutates_args=())
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    config: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
+    with on_device(hidden.device):
+        args, prepared = _prepare(tensors, config, needs)
+        loss, stats, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
+        check_targets(args, prepared.call, stats)
+        if args.options.reduction == "none":
+            loss = to_arguments(args, loss, prepared.kept)
+        aux = aux_outputs(args, prepared, stats)
+        outputs = [loss, *(aux[name] for name in args.aux)]
+        if any(needs) and gradients is not None:
+            scale = loss.new_tensor([args.hidden_grad_scale / factor, 1.0 / factor])
+            outputs += [*_padded(args, prepared, gradients, hidden), scale]
+        return outputs
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    config: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    options, aux = _options(config), json.loads(config)["aux"]
+    dtype = stats_dtype(hidden.dtype)
+    per_token = options.reduction == "none"
+    outputs = [hidden.new_empty(target.shape if per_token else (), dtype=dtype)]
+    for name in aux:
+        shape = target.shape if name in _PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
+        outputs.append(hidden.new_empty(shape, dtype=torch.int64 if name in _INTEGER_AUX else dtype))
+    if any(needs) and not options.recompute:
+        outputs += [*_fake_gradients(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]
+    return outputs
+
+
+@torch.library.custom_op("flce_dist::linear_cross_entropy_backward", mutates_args=())
+def _backward(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    config: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
+    with on_device(hidden.device):
+        args, prepared = _prepare(tensors, config, needs)
+        if args.options.reduction == "none":
+            grad_loss = grad_loss.reshape(-1)
+            grad_loss = grad_loss if prepared.kept is None else grad_loss[prepared.kept]
+        gradients = recompute(prepared.call, prepared.hidden, args.weight, args.bias, None, grad_loss)
+        return _padded(args, prepared, gradients, hidden)
+
+
+@_backward.register_fake
+def _(
+    grad_loss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    config: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    return _fake_gradients(hidden, weight, bias, _options(config), needs)
+
+
+def _padded(args: Arguments, prepared: Prepared, gradients: Gradients, hidden: Tensor) -> list[Tensor]:
+    """Gradients as outputs of an operator, which may not be None: an empty tensor for one that nobody needs."""
+    outputs = [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
+    if gradients.hidden is not None:
+        grad = gradients.hidden
+        if prepared.kept is not None:
+            grad = torch.zeros_like(args.hidden).index_copy_(0, prepared.kept, grad)
+        outputs[0] = grad.reshape(hidden.shape)
+    return outputs
+
+
+def _fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions, needs: Sequence[bool]
+) -> list[Tensor]:
+    dtypes = (hidden.dtype, options.accum_dtype or weight.dtype, torch.promote_types(weight.dtype, torch.float32))
+    tensors = zip((hidden, weight, bias), dtypes, needs, strict=True)
+    return [hidden.new_empty(t.shape if t is not None and need else (0,), dtype=dtype if need else hidden.dtype)
+            for t, dtype, need in tensors]  # fmt: skip
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, config, needs = inputs
+    options, num_aux = _options(config), len(json.loads(config)["aux"])
+    ctx.config, ctx.needs, ctx.recompute = config, needs, options.recompute
+    ctx.dtypes = [None if t is None else t.dtype for t in (tensors[0], tensors[1], tensors[3])]
+    ctx.save_for_backward(*(tensors if options.recompute else output[1 + num_aux :]))
+
+
+def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    grad_loss = grads[0]
+    if ctx.recompute:
+        gradients = _backward(grad_loss, *ctx.saved_tensors, ctx.config, ctx.needs)
+    else:
+        *kept, scale = ctx.saved_tensors
+        gradients = [g * (grad_loss * scale[0 if i == 0 else 1]) for i, g in enumerate(kept)]
+    hidden, weight, bias = (
+        g.to(dtype) if need else None for g, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
+    )
+    return hidden, weight, None, bias, None, None, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_setup_context)

@@ -1,0 +1,167 @@
+"""Errors of one process: wrong arguments are refused with a message that says what was expected and what came."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import LossOptions, VocabShard, linear_cross_entropy
+
+X, E = torch.randn(6, 8), torch.randn(21, 8)
+T = torch.tensor([0, 3, 20, -100, 7, 7])
+REFUSED = (ValueError, TypeError, NotImplementedError)
+
+
+def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> torch.Tensor:
+    return linear_cross_entropy(hidden, weight, target, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        # shapes
+        ({"weight": torch.randn(21, 9)}, ValueError, ["8", "9"]),
+        ({"target": T[:5]}, ValueError, ["6", "5"]),
+        ({"target": T.reshape(2, 3)}, ValueError, ["6", "2", "3"]),
+        ({"hidden": X.reshape(2, 3, 8)}, ValueError, ["2", "3", "6"]),
+        ({"hidden": torch.randn(())}, ValueError, ["hidden"]),
+        ({"bias": torch.zeros(20)}, ValueError, ["bias", "21", "20"]),
+        ({"bias": torch.zeros(21, 1)}, ValueError, ["bias", "21"]),
+        ({"class_weight": torch.ones(20)}, ValueError, ["class_weight", "21", "20"]),
+        ({"token_weight": torch.ones(5)}, ValueError, ["token_weight", "6", "5"]),
+        ({"token_weight": torch.ones(6, 1)}, ValueError, ["token_weight", "6"]),
+        ({"normalizer": torch.ones(2)}, ValueError, ["normalizer"]),
+        ({"weight": torch.randn(21, 8, 1)}, ValueError, ["weight"]),
+        # dtypes
+        ({"target": T.float()}, REFUSED, ["target", "float32"]),
+        ({"target": torch.rand(6, 21)}, REFUSED, ["target", "float32"]),
+        ({"target": T.to(torch.int16)}, TypeError, ["target", "int16"]),
+        ({"target": T.to(torch.uint8)}, TypeError, ["target", "uint8"]),
+        ({"target": T > 0}, TypeError, ["target", "bool"]),
+        ({"hidden": X.long(), "weight": E.long()}, TypeError, ["int64"]),
+        ({"hidden": X.double()}, TypeError, ["float64", "float32"]),
+        ({"hidden": X.to(torch.complex64), "weight": E.to(torch.complex64)}, TypeError, ["complex64"]),
+        ({"token_weight": torch.ones(6, dtype=torch.int64)}, TypeError, ["token_weight", "int64"]),
+        ({"class_weight": torch.ones(21, dtype=torch.int64)}, TypeError, ["class_weight", "int64"]),
+        # no tensors
+        ({"hidden": [[1.0]]}, TypeError, ["hidden", "list"]),
+        ({"target": [1, 2]}, TypeError, ["target", "list"]),
+        ({"weight": torch.nn.Linear(8, 21)}, TypeError, ["weight", "Linear"]),
+        ({"normalizer": "six"}, TypeError, ["normalizer", "six"]),
+        # what cannot be differentiated
+        ({"token_weight": torch.ones(6, requires_grad=True)}, REFUSED, ["token_weight"]),
+        ({"class_weight": torch.ones(21, requires_grad=True)}, REFUSED, ["class_weight"]),
+        ({"normalizer": torch.tensor(3.0, requires_grad=True)}, REFUSED, ["normalizer"]),
+        # devices
+        ({"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
+        ({"target": T.to("meta")}, ValueError, ["cpu", "meta"]),
+        ({"bias": torch.zeros(21, device="meta")}, ValueError, ["cpu", "meta"]),
+        # names
+        ({"aux": ("loss_z",)}, ValueError, ["aux", "loss_z", "z_loss"]),
+        ({"hidden_layout": "split"}, ValueError, ["hidden_layout", "split", "sharded"]),
+        ({"redution": "mean"}, TypeError, ["redution"]),
+        ({"reduction": "avg"}, ValueError, ["reduction", "avg"]),
+        # sharding without a group
+        ({"vocab_shard": VocabShard(21, 0, 20)}, ValueError, ["21", "20"]),
+        ({"vocab_shard": VocabShard(42, 0, 21)}, ValueError, ["21", "42"]),
+        ({"vocab_size": 42}, ValueError, ["21", "42"]),
+        ({"vocab_size": 21, "vocab_shard": VocabShard(20, 0, 21)}, ValueError, ["21", "20"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_described(arguments: dict[str, Any], error: Any, words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        call(**arguments)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("scale", [float("nan"), "2", None])
+def test_hidden_grad_scale_is_a_finite_number(scale: Any) -> None:
+    with pytest.raises(REFUSED, match="hidden_grad_scale"):
+        call(hidden_grad_scale=scale)
+
+
+@pytest.mark.parametrize("max_tokens", [3, -1, 2.0])
+def test_max_tokens_is_checked(max_tokens: Any) -> None:
+    """Too small for the tokens there are, or no count; and without token sharding it has no meaning."""
+    with pytest.raises(REFUSED, match="max_tokens"):
+        call(hidden_layout="sharded", max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("bad", [21, 22, -1, -7, 10**9, -(10**9)])
+@pytest.mark.parametrize("position", [0, 5])
+@pytest.mark.parametrize("chunk_rows", [None, 2])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_outside_the_vocabulary(bad: int, position: int, chunk_rows: int | None, reduction: str) -> None:
+    target = T.clone()
+    target[position] = bad
+    with pytest.raises(IndexError) as caught:
+        call(target=target, chunk_rows=chunk_rows, reduction=reduction)
+    assert str(bad) in str(caught.value)
+    assert str(position) in str(caught.value)
+    assert "21" in str(caught.value)
+
+
+def test_targets_outside_the_vocabulary_in_evaluation_and_in_2_d() -> None:
+    with torch.no_grad(), pytest.raises(IndexError, match="99"):
+        call(target=torch.full((6,), 99))
+    with pytest.raises(IndexError, match="99"):
+        call(hidden=X.reshape(2, 3, 8), target=torch.tensor([[1, 2, 3], [4, 99, 6]]))
+    with pytest.raises(IndexError, match="99"):
+        call(target=torch.tensor([1, 2, 3, 99, 5, 6], dtype=torch.int32))
+
+
+def test_minus_100_is_bad_when_another_index_is_ignored() -> None:
+    with pytest.raises(IndexError, match="-100"):
+        call(ignore_index=0)
+
+
+def test_padding_rows_are_no_targets() -> None:
+    with pytest.raises(IndexError, match="18"):
+        call(target=torch.tensor([0, 18, 1, 2, 3, 4]), vocab_shard=VocabShard(18, 0, 21))
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 2])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_call_after_an_error_is_right(chunk_rows: int | None, reduction: str) -> None:
+    with pytest.raises(IndexError):
+        call(target=torch.full((6,), 99), chunk_rows=chunk_rows, reduction=reduction)
+    loss = call(chunk_rows=chunk_rows, reduction=reduction)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(X @ E.T, T, reduction=reduction))
+
+
+def framework_weight(kind: str) -> torch.Tensor:
+    if kind == "fsdp1 flat":
+        return torch.randn(21 * 8)
+    weight = torch.nn.Parameter(torch.empty(0) if kind == "zero3 flat" else torch.empty(0, 8))
+    if kind.startswith("zero3"):
+        weight.ds_id, weight.ds_shape, weight.ds_tensor = 3, torch.Size([21, 8]), torch.zeros(84)  # type: ignore
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "remedy"),
+    [
+        ("zero3 flat", "ZeRO-3", "forward|gather"),
+        ("zero3 rows", "ZeRO-3", "forward|gather"),
+        ("fsdp1 flat", "FSDP", "forward|summon|unshard"),
+        ("no rows", "ZeRO-3|FSDP", "forward|gather|unshard"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_as_frameworks_leave_them(kind: str, names: str, remedy: str, grad: bool) -> None:
+    """The message names the framework and what to do."""
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=names) as caught:
+        call(weight=framework_weight(kind))
+    assert any(word in str(caught.value) for word in remedy.split("|")), caught.value
+
+
+def test_triton_on_cpu_without_the_interpreter_does_not_fall_back() -> None:
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=r"(?i)triton"):
+        call(backend="triton")
+
+
+def test_an_options_object_is_no_keyword() -> None:
+    with pytest.raises(TypeError):
+        call(options=LossOptions())

@@ -1,0 +1,288 @@
+"""Errors over several ranks: whatever is wrong on one of them, ALL ranks raise, at the same call, and none hangs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import VocabShard, linear_cross_entropy
+from tests.kit.workers import MAX_WORLD, Context, Outcome, Pool, fresh_group
+
+N, H, V = 6, 8, 8
+
+
+def assert_all_raise(outcomes: list[Outcome], error: str | tuple[str, ...], *words: str) -> None:
+    """Every rank raised a class of `error` with all `words` in its message."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is not None, f"rank {rank} returned {outcome.value}; others: {outcomes}"
+        wanted = (error,) if isinstance(error, str) else error
+        assert set(wanted) & set(outcome.error.classes), f"rank {rank}\n{outcome.error.traceback}"
+        for word in words:
+            assert word in outcome.error.message, f"rank {rank}: no {word!r} in: {outcome.error.message}"
+
+
+def arguments(rank: int, world: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(N, H, generator=generator), torch.randn(V, H, generator=generator)
+    rows = -(-V // world)
+    return {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight[rank * rows : (rank + 1) * rows].clone().requires_grad_(),
+        "target": torch.tensor([0, 3, 4, 7, -100, 2]),
+        "vocab_size": V,
+    }
+
+
+def _call(ctx: Context, change: dict[int, dict[str, Any]], common: dict[str, Any]) -> float:
+    keywords = {**arguments(ctx.rank, ctx.world), **common, **change.get(ctx.rank, {})}
+    if keywords.get("vocab_size", 0) is None:
+        del keywords["vocab_size"]
+    loss = linear_cross_entropy(**keywords, group=ctx.group)
+    loss.sum().backward()
+    return loss.sum().item()
+
+
+def outcomes(pool: Pool, world: int, change: dict[int, dict[str, Any]], **common: Any) -> list[Outcome]:
+    return pool.outcomes(world, _call, change, common, timeout=30)
+
+
+def test_the_unchanged_call_is_right(workers: Pool) -> None:
+    expected = torch.nn.functional.cross_entropy(
+        arguments(0, 1)["hidden"] @ arguments(0, 1)["weight"].T, arguments(0, 1)["target"]
+    )
+    for world in (1, 2, 4):
+        for outcome in outcomes(workers, world, {}):
+            assert outcome.error is None, outcome.error
+            assert abs(outcome.value - expected.item()) < 1e-5
+
+
+# One rank alone has something wrong with its own arguments.
+LOCAL = {
+    "hidden width": ({"hidden": torch.randn(N, H + 1)}, "ValueError"),
+    "target shape": ({"target": torch.zeros(N - 1, dtype=torch.int64)}, "ValueError"),
+    "target dtype": ({"target": torch.zeros(N)}, ("TypeError", "NotImplementedError", "ValueError")),
+    "bias length": ({"bias": torch.zeros(V)}, "ValueError"),
+    "class weight length": ({"class_weight": torch.ones(V // 2)}, "ValueError"),
+    "token weight grad": ({"token_weight": torch.ones(N, requires_grad=True)}, ("TypeError", "ValueError")),
+    "option value": ({"label_smoothing": 2.0}, "ValueError"),
+    "option name": ({"smoothing": 0.1}, "TypeError"),
+    "aux name": ({"aux": ("probabilities",)}, "ValueError"),
+    "empty weight": ({"weight": torch.empty(0)}, "ValueError"),
+    "flat weight": ({"weight": torch.randn(V * H // 2)}, "ValueError"),
+    "no tensor": ({"hidden": None}, "TypeError"),
+    "triton on a CPU": ({"backend": "triton"}, ("ValueError", "RuntimeError", "NotImplementedError")),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_local_error_on_one_rank_is_raised_on_all(name: str, bad_rank: int, workers: Pool) -> None:
+    change, error = LOCAL[name]
+    results = outcomes(workers, 2, {bad_rank: change})
+    assert_all_raise([results[bad_rank]], error)
+    # The rank that was fine learns which one was not, and what it said.
+    own = results[bad_rank].error
+    assert own is not None
+    assert_all_raise([results[1 - bad_rank]], ("ValueError", "TypeError"), f"rank {bad_rank}", own.message)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 2, 3])
+def test_a_local_error_on_one_of_four_ranks(bad_rank: int, workers: Pool) -> None:
+    results = outcomes(workers, 4, {bad_rank: {"target": torch.zeros(N - 1, dtype=torch.int64)}})
+    assert_all_raise(results, "ValueError", f"{N - 1}")
+
+
+def test_the_same_local_error_on_all_ranks(workers: Pool) -> None:
+    assert_all_raise(outcomes(workers, 2, {}, label_smoothing=2.0), "ValueError", "label_smoothing")
+
+
+# The ranks are each fine alone and disagree.
+DISAGREEMENTS = {
+    "number of tokens": {"hidden": torch.randn(4, H), "target": torch.tensor([0, 1, 2, 3])},
+    "leading shape": {"hidden": torch.randn(2, 3, H), "target": torch.zeros(2, 3, dtype=torch.int64)},
+    "hidden size": {"hidden": torch.randn(N, 3), "weight": torch.randn(V // 2, 3)},
+    "dtype": {"hidden": torch.randn(N, H).bfloat16(), "weight": torch.randn(V // 2, H).bfloat16()},
+    "target data": {"target": torch.tensor([0, 3, 4, 7, -100, 3])},
+    "ignored data": {"target": torch.tensor([0, 3, 4, 7, 2, -100])},
+    "hidden data": {"hidden": torch.randn(N, H, generator=torch.Generator().manual_seed(5)).requires_grad_()},
+    "requires_grad of hidden": {"hidden": arguments(0, 1)["hidden"].detach()},
+    "vocabulary size": {"vocab_size": None, "vocab_shard": VocabShard(9, 4, 8)},
+    "reduction": {"reduction": "sum"},
+    "reduction none": {"reduction": "none"},
+    "label smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 1e-3},
+    "softcap": {"softcap": 30.0},
+    "logit scale": {"logit_scale": 2.0},
+    "ignore index": {"ignore_index": -1},
+    "chunk rows": {"chunk_rows": 2},
+    "budget": {"logits_budget": 64},
+    "backward": {"backward": "recompute"},
+    "token scaling": {"token_scaling": True},
+    "reduction of hidden grad": {"reduce_hidden_grad": False},
+    "normaliser": {"normalizer": 3.0},
+    "aux": {"aux": ("entropy",)},
+    "scale of hidden grad": {"hidden_grad_scale": 2.0},
+    "bias on one rank": {"bias": torch.zeros(V // 2)},
+    "token weight on one rank": {"token_weight": torch.ones(N)},
+    "class weight on one rank": {"class_weight": torch.ones(V)},
+    "layout": {"hidden_layout": "sharded"},
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_all_raise(name: str, workers: Pool) -> None:
+    assert_all_raise(outcomes(workers, 2, {1: DISAGREEMENTS[name]}), "ValueError")
+
+
+@pytest.mark.parametrize("name", ["class_weight", "token_weight"])
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_ranks_that_disagree_about_the_data_of_weights(name: str, layout: str, workers: Pool) -> None:
+    """Each is fine alone; together they are a loss that no weighting gives. Sharded tokens have their own weights."""
+    values = torch.linspace(0.5, 2.0, V if name == "class_weight" else N)
+    results = outcomes(workers, 2, {1: {name: values.flip(0)}}, **{name: values, "hidden_layout": layout})
+    if name == "token_weight" and layout == "sharded":
+        assert all(o.error is None for o in results)
+    else:
+        assert_all_raise(results, "ValueError", name)
+
+
+@pytest.mark.parametrize("name", ["number of tokens", "softcap", "target data", "bias on one rank"])
+def test_one_of_four_ranks_that_disagrees(name: str, workers: Pool) -> None:
+    change = dict(DISAGREEMENTS[name])
+    if "bias" in change:
+        change["bias"] = torch.zeros(V // 4)
+    assert_all_raise(outcomes(workers, 4, {2: change}), "ValueError")
+
+
+def test_a_disagreement_about_an_option_names_it(workers: Pool) -> None:
+    for name, value in (("softcap", 30.0), ("label_smoothing", 0.25), ("chunk_rows", 2)):
+        assert_all_raise(outcomes(workers, 2, {1: {name: value}}), "ValueError", name)
+
+
+# Shards that do not partition the vocabulary, as (start, stop) of each rank.
+PARTITIONS = {
+    "overlap": [(0, 5), (4, 8)],
+    "gap": [(0, 3), (4, 8)],
+    "short": [(0, 4), (4, 7)],
+    "both full": [(0, 8), (0, 8)],
+    "same shard": [(0, 4), (0, 4)],
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_shards_that_overlap_or_leave_gaps(name: str, workers: Pool) -> None:
+    full = arguments(0, 1)["weight"].detach()
+    change = {
+        rank: {"weight": full[start:stop].clone(), "vocab_size": None, "vocab_shard": VocabShard(V, start, stop)}
+        for rank, (start, stop) in enumerate(PARTITIONS[name])
+    }
+    assert_all_raise(outcomes(workers, 2, change), "ValueError")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_full_weight_where_a_shard_is_meant(world: int, workers: Pool) -> None:
+    full = arguments(0, 1)["weight"].detach()
+    assert_all_raise(outcomes(workers, world, {}, weight=full), "ValueError", str(V))
+
+
+def test_a_shard_of_the_wrong_size(workers: Pool) -> None:
+    assert_all_raise(outcomes(workers, 2, {1: {"weight": torch.randn(3, H)}}), "ValueError")
+
+
+def test_vocab_size_is_required_with_a_plain_weight(workers: Pool) -> None:
+    assert_all_raise(outcomes(workers, 2, {}, vocab_size=None), "ValueError", "vocab_size")
+
+
+def test_a_group_that_the_rank_is_not_in(workers: Pool) -> None:
+    results = workers.outcomes(2, _call_with_foreign_group)
+    assert_all_raise([results[0]], "ValueError", "group")
+
+
+def _call_with_foreign_group(ctx: Context) -> None:
+    if ctx.rank == 0:
+        import torch.distributed as dist
+
+        linear_cross_entropy(**arguments(0, 1), group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("bad", [V, -1, 10**6])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("check_ranks", ["always", "never"])
+def test_bad_targets_raise_on_all_ranks(bad: int, reduction: str, world: int, check_ranks: str, workers: Pool) -> None:
+    """Found by the owner count of the exchange, at the same chunk everywhere."""
+    target = torch.tensor([0, 3, 4, bad, -100, 2])
+    results = outcomes(
+        workers, world, {}, target=target, reduction=reduction, check_ranks=check_ranks, chunk_rows=2, vocab_size=V
+    )
+    assert_all_raise(results, "IndexError", str(bad), "3")
+
+
+def test_bad_targets_of_the_padding_rows(workers: Pool) -> None:
+    """V = 7 in shards of 4: row 7 is padding, on rank 1."""
+    change = {r: {"vocab_size": None, "vocab_shard": VocabShard(7, 4 * r, 4 * r + 4)} for r in range(2)}
+    assert_all_raise(outcomes(workers, 2, change), "IndexError", "7")
+
+
+def test_ranks_work_on_after_errors(workers: Pool) -> None:
+    bad = outcomes(workers, 2, {}, target=torch.tensor([0, 3, 4, 99, -100, 2]), chunk_rows=1)
+    assert_all_raise(bad, "IndexError")
+    test_the_unchanged_call_is_right(workers)
+
+
+def _raw_fsdp2_weight(ctx: Context) -> None:
+    """A weight that FSDP2 sharded over the same ranks as data, passed as if it were a tensor-parallel shard."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    base = arguments(0, 1)
+    data_mesh = DeviceMesh.from_group(ctx.groups[(0, 1)], "cpu", mesh_dim_names=("dp",))
+    weight = distribute_tensor(base["weight"].detach(), data_mesh, [Shard(0)])
+    # Each data-parallel rank has its own batch.
+    hidden = torch.randn(N, H, generator=torch.Generator().manual_seed(ctx.rank))
+    linear_cross_entropy(hidden, weight, base["target"], group=ctx.group)
+
+
+def test_raw_fsdp2_weight_as_a_shard(workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight), "ValueError")
+
+
+def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    base = arguments(0, 1)
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    placement = {"columns": Shard(1), "replicated": Replicate(), "no group": Shard(0)}[kind]
+    weight = distribute_tensor(base["weight"].detach(), mesh, [placement])
+    group = None if kind == "no group" else ctx.group
+    linear_cross_entropy(base["hidden"], weight, base["target"], group=group)
+
+
+@pytest.mark.parametrize("kind", ["columns", "replicated", "no group"])
+def test_dtensor_with_a_wrong_placement(kind: str, workers: Pool) -> None:
+    results = workers.outcomes(2, _dtensor_with_a_wrong_placement, kind)
+    assert_all_raise(results, ("ValueError", "NotImplementedError"))
+
+
+def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None] | None:
+    """Errors of three calls on one fresh group: agreeing, disagreeing about a coefficient, agreeing."""
+    group = fresh_group(ctx, [0, 1])
+    if group is None:
+        return None
+    errors: list[str | None] = []
+    for softcap in (None, 30.0 if ctx.rank else 20.0, None):
+        try:
+            linear_cross_entropy(**arguments(ctx.rank, 2), group=group, softcap=softcap, check_ranks=mode)
+            errors.append(None)
+        except ValueError as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("always", [None, "ValueError", None]), ("first", [None, None, None]), ("never", [None, None, None])],
+)
+def test_what_each_mode_of_checking_catches(mode: str, expected: list[str | None], workers: Pool) -> None:
+    assert workers.run(MAX_WORLD, _second_call_disagrees, mode)[:2] == [expected] * 2

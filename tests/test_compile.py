@@ -1,0 +1,94 @@
+"""torch.compile of the loss: one graph, right values, few recompilations over varying token counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from tests.kit import compare
+from tests.kit.cases import Case, Result, judge, loss_arguments, make_inputs, reference_of
+from tests.kit.workers import Context, Pool
+
+BACKEND = "aot_eager"  # traces as inductor does and needs no C++ compiler
+
+
+def _compiled(ctx: Context | None, case: Case) -> Result:
+    torch._dynamo.reset()
+    rank, group = (0, None) if ctx is None or case.world == 1 else (ctx.rank, ctx.group)
+    (hidden, weight, target), keywords = loss_arguments(case, rank, group)
+    keywords.pop("aux")
+
+    def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, **keywords) * 1.0
+
+    loss = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, target)
+    loss.backward(make_inputs(case).upstream.to(loss.dtype))
+    bias = keywords.get("bias")
+    return Result(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad, {})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    ("extra", "options"),
+    [
+        ({}, ()),
+        ({"bias": True, "class_weight": True, "token_weight": True}, (("label_smoothing", 0.1), ("z_loss", 1e-2))),
+        ({"chunk_rows": 3}, (("softcap", 5.0), ("logit_scale", 0.5))),
+    ],
+    ids=["plain", "weights", "softcap"],
+)
+def test_fullgraph(reduction: str, extra: dict[str, Any], options: Any) -> None:
+    case = Case(reduction=reduction, options=options, **extra)
+    judge(case, [_compiled(None, case)])
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fullgraph_sharded(world: int, reduction: str, workers: Pool) -> None:
+    case = Case(world=world, reduction=reduction, split="uneven")
+    judge(case, workers.run(world, _compiled, case))
+
+
+def test_at_most_3_recompilations_over_10_token_counts() -> None:
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    weight = torch.randn(21, 8, requires_grad=True)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=count)
+    for num_tokens in (5, 8, 13, 21, 34, 55, 89, 3, 2, 144):
+        hidden = torch.randn(num_tokens, 8, requires_grad=True)
+        target = torch.arange(num_tokens) % 21
+        loss = compiled(hidden, weight, target)
+        loss.backward()
+        expected = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
+        torch.testing.assert_close(loss, expected)
+    assert graphs <= 1 + 3
+
+
+def test_evaluation_in_a_graph() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case())
+    with torch.no_grad():
+        loss = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)(
+            full.hidden, full.weight, full.target
+        )
+    compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
+
+
+def test_second_backward_of_a_compiled_graph_is_an_error() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case())
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    loss = torch.compile(lambda h, w: linear_cross_entropy(h, w, full.target), fullgraph=True, backend=BACKEND)(
+        hidden, weight
+    )
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(loss, hidden)

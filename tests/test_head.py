@@ -1,0 +1,280 @@
+"""VocabParallelHead, LinearCrossEntropyLoss and count_valid_tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flce_dist
+from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, count_valid_tokens
+from tests.kit import compare, oracle
+from tests.kit.cases import Case, make_inputs, reference_of
+from tests.kit.workers import Context, Pool
+
+H, V = 8, 21
+
+
+def full_of(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _initial(ctx: Context, vocab_size: int, bias: bool, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    head = VocabParallelHead(H, vocab_size, ctx.group, bias)
+    after = torch.rand(1).item()
+    return {
+        "weight": full_of(head.weight),
+        "bias": full_of(head.bias) if bias else head.bias,
+        "rows": local_of(head.weight).shape[0],
+        "shard": head.shard,
+        "after": after,
+    }
+
+
+@pytest.mark.parametrize("vocab_size", [V, 3, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_initial_full_weight_is_the_same_for_a_seed_at_any_world(vocab_size: int, bias: bool, workers: Pool) -> None:
+    torch.manual_seed(5)
+    alone = VocabParallelHead(H, vocab_size, bias=bias)
+    after = torch.rand(1).item()
+    assert isinstance(alone.weight, nn.Parameter)
+    assert alone.weight.shape == (vocab_size, H)
+    assert alone.weight.std() > 0
+    for world in (1, 2, 3, 4):
+        for rank, got in enumerate(workers.run(world, _initial, vocab_size, bias, 5)):
+            assert torch.equal(got["weight"], alone.weight)
+            assert (got["bias"] is None) if not bias else torch.equal(got["bias"], alone.bias)
+            assert got["shard"] == VocabShard.even(vocab_size, rank, world)
+            assert got["rows"] == got["shard"].num_rows
+            assert got["after"] == after, "ranks draw different random numbers after making the head"
+    assert not torch.equal(workers.run(2, _initial, vocab_size, bias, 6)[0]["weight"], alone.weight)
+
+
+def _forward(ctx: Context, case: Case, options: dict[str, Any], how: str) -> dict[str, Any]:
+    full = make_inputs(case)
+    linear = nn.Linear(case.hidden_size, case.vocab_size, bias=case.bias)
+    with torch.no_grad():
+        linear.weight.copy_(full.weight)
+        if full.bias is not None:
+            linear.bias.copy_(full.bias)
+    group = ctx.group if how == "group" else None
+    head = VocabParallelHead.from_linear(linear, group, **options)
+    hidden = full.hidden.requires_grad_()
+    loss = head(hidden, full.target)
+    loss.backward(full.upstream)
+    with torch.no_grad():
+        evaluated = head.eval()(hidden, full.target)
+        logits = head(hidden)
+    assert head.weight.grad is not None
+    return {
+        "loss": loss.detach(),
+        "evaluated": evaluated,
+        "logits": logits,
+        "hidden_grad": hidden.grad,
+        "weight_grad": full_of(head.weight.grad),
+        "bias_grad": full_of(head.bias.grad) if case.bias else None,
+        "shard": head.shard,
+        "same_parameter": head.weight is linear.weight,
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "z_loss": 1e-2}, {"label_smoothing": 0.1, "chunk_rows": 3}])
+def test_loss_gradients_and_logits(world: int, bias: bool, options: dict[str, Any], workers: Pool) -> None:
+    oracle_options = tuple((k, v) for k, v in options.items() if k != "chunk_rows")
+    case = Case(lead=(2, 5), world=world, bias=bias, options=oracle_options)
+    expected = reference_of(case)
+    full = make_inputs(case)
+    cap = options.get("softcap")
+    logits = oracle.scaled_logits(
+        full.hidden.double(), full.weight.double(), None if full.bias is None else full.bias.double(), cap, 1.0
+    )
+    results = workers.run(world, _forward, case, options, "group")
+    compare.assert_same_bits([r["loss"] for r in results], "loss")
+    for result in results:
+        compare.assert_loss(result["loss"], expected.loss, 1e-5)
+        compare.assert_same_bits([result["loss"], result["evaluated"]], "loss in evaluation")
+        compare.assert_close(result["hidden_grad"], expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(result["weight_grad"], expected.weight_grad, 1e-5, "weight gradient")
+        if bias:
+            compare.assert_close(result["bias_grad"], expected.bias_grad, 1e-5, "bias gradient")
+        shard = result["shard"]
+        local = logits[..., shard.start : shard.start + shard.num_columns]
+        assert result["logits"].shape == (2, 5, shard.num_columns)
+        compare.assert_close(result["logits"], local, 1e-5, "local logits")
+
+
+def test_from_linear_without_a_group_keeps_the_parameter(workers: Pool) -> None:
+    """So that ties survive; also with a group of one rank."""
+    embedding = nn.Embedding(V, H)
+    linear = nn.Linear(H, V, bias=False)
+    linear.weight = embedding.weight
+    head = VocabParallelHead.from_linear(linear)
+    assert head.weight is embedding.weight
+    (result,) = workers.run(1, _forward, Case(), {}, "group")
+    assert result["same_parameter"]
+
+
+def _trains(ctx: Context, steps: int, group_of: str) -> tuple[list[float], Tensor]:
+    torch.manual_seed(1)
+    head = VocabParallelHead(H, V, ctx.group if group_of == "group" else None)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        full = make_inputs(Case(seed=step))
+        loss = head(full.hidden, full.target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_of(head.weight)
+
+
+def test_training_with_adamw_is_the_same_at_any_world(workers: Pool) -> None:
+    losses, weight = workers.run(1, _trains, 6, "none")[0]
+    for world in (2, 3, 4):
+        for other_losses, other_weight in workers.run(world, _trains, 6, "group"):
+            torch.testing.assert_close(torch.tensor(other_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+            compare.assert_close(other_weight, weight.double(), 1e-4, "weight after 6 steps")
+
+
+def _checkpoint(ctx: Context, folder: str, load: bool, save: bool, bias: bool) -> dict[str, Tensor]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    torch.manual_seed(0 if save and not load else 99)
+    head = VocabParallelHead(H, V, ctx.group, bias)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    if not load:
+        full = make_inputs(Case())
+        head(full.hidden, full.target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model_state, optimizer_state = get_state_dict(head, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if load:
+        dcp.load(state, checkpoint_id=f"{folder}/{load}", process_group=ctx.group)
+        set_state_dict(head, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if save:
+        dcp.save(state, checkpoint_id=f"{folder}/{save}", process_group=ctx.group)
+    found = {"weight": full_of(head.weight)}
+    for name, value in optimizer.state[head.weight].items():
+        found[name] = full_of(value)
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_checkpoints_reshard_weight_and_adamw_state(bias: bool, workers: Pool, tmp_path: Any) -> None:
+    """2 ranks save, 3 load and save, 1 loads: the same full weight and moments."""
+    folder = str(tmp_path)
+    saved = workers.run(2, _checkpoint, folder, 0, 1, bias)[0]
+    assert {"exp_avg", "exp_avg_sq", "step", "weight"} <= set(saved)
+    assert saved["exp_avg"].abs().sum() > 0
+    for world, load, save in ((3, 1, 2), (1, 2, 3), (4, 3, 0)):
+        for found in workers.run(world, _checkpoint, folder, load, save, bias):
+            assert set(found) == set(saved)
+            for name in saved:
+                assert torch.equal(found[name], saved[name]), name
+
+
+def _state_dict_keys(ctx: Context) -> tuple[list[str], torch.Size, int]:
+    head = VocabParallelHead(H, V, ctx.group, bias=True)
+    return sorted(head.state_dict()), head.weight.shape, sum(p.numel() for p in head.parameters())
+
+
+def test_state_names_and_shapes_are_those_of_a_linear(workers: Pool) -> None:
+    keys = sorted(nn.Linear(H, V).state_dict())
+    for world in (1, 2, 4):
+        for names, shape, numel in workers.run(world, _state_dict_keys):
+            assert names == keys
+            assert shape == (V, H)
+            assert numel == V * H + V
+
+
+def test_aux_normalizer_and_token_weight_reach_the_loss() -> None:
+    full = make_inputs(Case(token_weight=True))
+    head = VocabParallelHead.from_linear(_linear(full.weight))
+    out = head(full.hidden, full.target, normalizer=7.5, token_weight=full.token_weight, aux=("num_valid", "lse"))
+    assert isinstance(out, flce_dist.LossOutput)
+    expected = reference_of(Case(token_weight=True, normalizer=7.5))
+    compare.assert_loss(out.loss, expected.loss, 1e-5)
+    assert out.num_valid.item() == (full.target != -100).sum().item()
+    assert out.lse.shape == full.target.shape
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
+def test_head_is_made_in_the_dtype_and_on_the_device_asked_for() -> None:
+    head = VocabParallelHead(H, V, dtype=torch.bfloat16, bias=True)
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    assert VocabParallelHead(H, V, device="meta").weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1])
+def test_the_vocabulary_is_not_empty(vocab_size: int) -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        VocabParallelHead(H, vocab_size)
+
+
+def test_head_refuses_unknown_options() -> None:
+    with pytest.raises(TypeError, match="label_smothing"):
+        VocabParallelHead(H, V, label_smothing=0.1)
+    with pytest.raises(ValueError, match="reduction"):
+        VocabParallelHead(H, V, reduction="avg")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_cross_entropy_loss_module(reduction: str) -> None:
+    case = Case(reduction=reduction, options=(("label_smoothing", 0.1),))
+    full = make_inputs(case)
+    module = LinearCrossEntropyLoss(reduction=reduction, label_smoothing=0.1)
+    assert list(module.parameters()) == []
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    loss = module(hidden, weight, full.target)
+    loss.backward(full.upstream)
+    expected = reference_of(case)
+    compare.assert_loss(loss, expected.loss, 1e-5)
+    compare.assert_close(hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    with pytest.raises(ValueError, match="reduction"):
+        LinearCrossEntropyLoss(reduction="avg")
+
+
+def _loss_module(ctx: Context, case: Case) -> Tensor:
+    full = make_inputs(case)
+    start, stop = case.bounds()[ctx.rank]
+    module = LinearCrossEntropyLoss(group=ctx.group, vocab_size=case.vocab_size)
+    return module(full.hidden, full.weight[start:stop], full.target)
+
+
+def test_linear_cross_entropy_loss_module_sharded(workers: Pool) -> None:
+    case = Case(world=2)
+    for loss in workers.run(2, _loss_module, case):
+        compare.assert_loss(loss, reference_of(case).loss, 1e-5)
+
+
+def _count(ctx: Context, ignore_index: int, grouped: bool) -> Tensor:
+    target = torch.tensor([[0, -100, 3], [5, 5, -100]]) if ctx.rank == 0 else torch.full((ctx.rank,), 5)
+    return count_valid_tokens(target, ignore_index, group=ctx.group if grouped else None)
+
+
+@pytest.mark.parametrize(("ignore_index", "expected"), [(-100, [4, 1, 2]), (5, [4, 0, 0])])
+def test_count_valid_tokens(ignore_index: int, expected: list[int], workers: Pool) -> None:
+    for grouped in (False, True):
+        counts = workers.run(3, _count, ignore_index, grouped)
+        assert [c.item() for c in counts] == ([sum(expected)] * 3 if grouped else expected)
+        assert all(c.shape == () and c.dtype == torch.int64 for c in counts)
+
+
+def test_count_valid_tokens_of_none() -> None:
+    assert count_valid_tokens(torch.empty(0, dtype=torch.int64)).item() == 0
+    assert count_valid_tokens(torch.tensor([1, -100], dtype=torch.int32)).item() == 1

@@ -1,0 +1,163 @@
+"""Precision of 16-bit gradients on plain random heads and on trained-looking ones, whose rows share a large component.
+
+The yardstick is the error of eager 16-bit `linear` and float32 cross entropy on the same data, one rank.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from tests.kit import heads, oracle
+from tests.kit.compare import relative_error
+from tests.kit.workers import Context, Pool
+
+SIZES = (512, 64, 1536)  # tokens, hidden, vocabulary
+HEADS = ["random", "trained"]
+FULL_PRECISION = {
+    "accum_dtype": torch.float32,
+    "logits_dtype": torch.float32,
+    "hidden_grad_reduce_dtype": torch.float32,
+}
+Gradients = tuple[Tensor, Tensor]
+
+
+def make(head: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generate = heads.trained_head if head == "trained" else heads.random_head
+    hidden, weight, target = generate(*SIZES, seed=7)
+    return hidden.to(dtype), weight.to(dtype), target
+
+
+def eager(head: str, dtype: torch.dtype) -> Gradients:
+    hidden, weight, target = make(head, dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = torch.nn.functional.linear(hidden, weight)
+    torch.nn.functional.cross_entropy(logits.float(), target).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return hidden.grad, weight.grad
+
+
+def exact(head: str, dtype: torch.dtype) -> Gradients:
+    reference = oracle.reference(*make(head, dtype))
+    return reference.hidden_grad, reference.weight_grad
+
+
+def ours(ctx: Context, head: str, dtype: torch.dtype, options: dict[str, Any]) -> Gradients:
+    hidden, weight, target = make(head, dtype)
+    rows = SIZES[2] // ctx.world
+    hidden.requires_grad_()
+    weight = weight[ctx.rank * rows : (ctx.rank + 1) * rows].clone().requires_grad_()
+    linear_cross_entropy(hidden, weight, target, group=ctx.group, vocab_size=SIZES[2], **options).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return hidden.grad, weight.grad
+
+
+def errors(results: list[Gradients], expected: Gradients) -> tuple[float, float]:
+    return (
+        relative_error(results[0][0], expected[0]),
+        relative_error(torch.cat([weight for _, weight in results]), expected[1]),
+    )
+
+
+def worst_rows(actual: Tensor, expected: Tensor) -> float:
+    """99th percentile of the relative errors of rows."""
+    difference = (actual.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    return difference.quantile(0.99).item()
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("chunk_rows", [None, 64])
+def test_default_options(head: str, world: int, chunk_rows: int | None, workers: Pool) -> None:
+    """At most 1.5 times the eager errors, at any number of ranks and chunks."""
+    expected = exact(head, torch.bfloat16)
+    allowed = errors([eager(head, torch.bfloat16)], expected)
+    got = errors(workers.run(world, ours, head, torch.bfloat16, {"chunk_rows": chunk_rows}), expected)
+    assert got[0] <= 1.5 * allowed[0], f"hidden gradient {got[0]:.3g}, eager {allowed[0]:.3g}"
+    assert got[1] <= 1.5 * allowed[1], f"weight gradient {got[1]:.3g}, eager {allowed[1]:.3g}"
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("chunk_rows", [None, 64])
+@pytest.mark.parametrize("backward", ["forward", "recompute"])
+def test_float32_inside(head: str, world: int, chunk_rows: int | None, backward: str, workers: Pool) -> None:
+    """At most the eager errors."""
+    expected = exact(head, torch.bfloat16)
+    allowed = errors([eager(head, torch.bfloat16)], expected)
+    options = {"chunk_rows": chunk_rows, "backward": backward, **FULL_PRECISION}
+    got = errors(workers.run(world, ours, head, torch.bfloat16, options), expected)
+    assert got[0] <= allowed[0], f"hidden gradient {got[0]:.3g}, eager {allowed[0]:.3g}"
+    assert got[1] <= allowed[1], f"weight gradient {got[1]:.3g}, eager {allowed[1]:.3g}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_float32_logits_mend_the_worst_rows(world: int, workers: Pool) -> None:
+    """bf16 logits, not the bf16 gradient, make the worst rows of dX bad."""
+    expected = exact("trained", torch.bfloat16)[0]
+    default = workers.run(world, ours, "trained", torch.bfloat16, {})[0][0]
+    better = workers.run(world, ours, "trained", torch.bfloat16, FULL_PRECISION)[0][0]
+    assert worst_rows(better, expected) < 0.5 * worst_rows(default, expected)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_float32_inputs(head: str, workers: Pool) -> None:
+    """float32 throughout: 1e-5 or twice what eager float32 reaches, with a common component too."""
+    expected = exact(head, torch.float32)
+    allowed = errors([eager(head, torch.float32)], expected)
+    for world in (1, 2, 4):
+        got = errors(workers.run(world, ours, head, torch.float32, {"chunk_rows": 100}), expected)
+        assert got[0] <= max(1e-5, 2 * allowed[0])
+        assert got[1] <= max(1e-5, 2 * allowed[1])
+
+
+@pytest.mark.parametrize("chunks", [1, 8, 32])
+def test_float32_accumulation_does_not_depend_on_the_number_of_chunks(chunks: int, workers: Pool) -> None:
+    expected = exact("trained", torch.bfloat16)
+    options = {"chunk_rows": SIZES[0] // chunks, **FULL_PRECISION}
+    one = errors(workers.run(1, ours, "trained", torch.bfloat16, {**FULL_PRECISION}), expected)
+    many = errors(workers.run(1, ours, "trained", torch.bfloat16, options), expected)
+    assert many[1] <= 1.05 * one[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_float32_logits_near_1e4_with_a_common_offset_lose_nothing(world: int, offset: float, workers: Pool) -> None:
+    """The offset is representable, so the logits carry the rounding of 1e4; loss and gradient add none of their own."""
+    for logits, loss, grad in workers.run(world, _offset_logits, offset):
+        reference = logits.double().requires_grad_()
+        target = torch.arange(40) % 24
+        expected = torch.nn.functional.cross_entropy(reference, target, reduction="none")
+        expected.sum().backward()
+        assert (loss - expected).abs().max() < 3e-6
+        assert (grad - reference.grad).abs().max() < 1e-6
+
+
+def _offset_logits(ctx: Context, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)) + offset
+    hidden = logits.clone().requires_grad_()
+    rows = 24 // ctx.world
+    weight = torch.eye(24)[ctx.rank * rows : (ctx.rank + 1) * rows]
+    loss = linear_cross_entropy(hidden, weight, torch.arange(40) % 24, reduction="none", group=ctx.group, vocab_size=24)
+    loss.sum().backward()
+    assert hidden.grad is not None
+    return logits, loss.detach(), hidden.grad
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("num_tokens", [64, 2048])
+def test_fp16_gradients_that_fit_do_not_overflow_on_the_way(size: float, num_tokens: int) -> None:
+    """A mean's gradient is small although the sum over the tokens is not: every token has the same wrong prediction."""
+    hidden = torch.full((num_tokens, 16), size, dtype=torch.float16).requires_grad_()
+    weight = torch.zeros(32, 16, dtype=torch.float16).requires_grad_()
+    target = torch.zeros(num_tokens, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, target).backward()
+    expected = oracle.reference(hidden, weight, target)
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
+    assert relative_error(weight.grad, expected.weight_grad) <= 1e-2

@@ -1,0 +1,242 @@
+"""The row functions of both backends against their specification, written out in float64 and Python loops.
+
+All functions run in the interpreter's worker, so that both see the same inputs.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kit.cases import all_pairs, case_id
+from tests.kit.workers import Context, Pool
+
+FLAGS: dict[str, Any] = {
+    "columns": [1, 15, 16, 17, 130, 600, 2100],
+    "softcap": [None, 2.0],
+    "uniform": [False, True],
+    "argmax": [False, True],
+    "entropy": [False, True],
+    "token_scaling": [False, True],
+    "column_weight": [False, True],
+    "square": [False, True],
+    "dtype": [torch.float32, torch.float64],
+    "special": ["none", "large", "-inf", "all -inf", "ties"],
+}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    return row["uniform"] or not row["column_weight"]
+
+
+def _inputs(row: dict[str, Any]) -> dict[str, Any]:
+    from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
+    from flce_dist.plan import logits_buffer
+
+    generator = torch.Generator().manual_seed(row["columns"])
+    rows, columns, dtype = 4, row["columns"], row["dtype"]
+    values = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * 3
+    if row["special"] == "large":
+        values += 1e4
+    elif row["special"] == "-inf":
+        values[:, ::3] = -math.inf
+    elif row["special"] == "all -inf":
+        values[1] = -math.inf
+    elif row["special"] == "ties":
+        values = values.sign()
+    logits = logits_buffer(rows, columns, dtype, torch.device("cpu"))
+    # What lies behind the columns must not matter.
+    whole = torch.as_strided(logits, (rows, logits.stride(0)), logits.stride())
+    whole.fill_(1e30)
+    logits.copy_(values)
+    spec = RowSpec(row["softcap"], row["uniform"], row["argmax"], row["entropy"], row["token_scaling"])
+    acc = stats_dtype(dtype)
+    coefficient = torch.tensor([0.25, 0.0, 0.5, -1.0], dtype=acc)
+    return {
+        "logits": logits,
+        "target": torch.tensor([columns - 1, 0, -1, columns + 3]),
+        "spec": spec,
+        "column_weight": torch.rand(columns, generator=generator, dtype=acc) + 0.5 if row["column_weight"] else None,
+        "weights": RowWeights(
+            coefficient, coefficient * 0.1 if row["uniform"] else None, coefficient * 0.01 if row["square"] else None
+        ),
+    }
+
+
+def _specified_stats(i: dict[str, Any], first_column: int) -> Tensor:
+    """Statistics in float64, straight from the words of the contract."""
+    spec, logits = i["spec"], i["logits"].double()
+    z = logits if spec.softcap is None else spec.softcap * torch.tanh(logits / spec.softcap)
+    rows, columns = z.shape
+    out = torch.zeros(spec.num_stats, rows, dtype=torch.float64)
+    for r in range(rows):
+        m = z[r].max().item()
+        shift = 0.0 if m == -math.inf else m
+        e = torch.exp(z[r] - shift)
+        t = int(i["target"][r])
+        out[0, r], out[1, r] = m, e.sum()
+        if 0 <= t < columns:
+            out[2, r], out[3, r] = z[r, t], 1.0
+        c = torch.ones(columns, dtype=torch.float64) if i["column_weight"] is None else i["column_weight"].double()
+        if spec.uniform:
+            out[spec.weighted_sum_row, r] = (c * (z[r] - shift)).sum()
+            out[spec.weight_sum_row, r] = c.sum()
+        if spec.argmax:
+            out[spec.argmax_row, r] = first_column + min(j for j in range(columns) if z[r, j] == m)
+        if spec.entropy:
+            out[spec.entropy_row, r] = sum(((v - shift) * math.exp(v - shift)) for v in z[r].tolist() if v > -math.inf)
+    return out
+
+
+def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
+    spec, logits = i["spec"], i["logits"].double()
+    z = logits if spec.softcap is None else spec.softcap * torch.tanh(logits / spec.softcap)
+    grad = torch.zeros_like(z)
+    for r, b in enumerate(i["weights"].target.double()):
+        if b == 0:
+            continue
+        m, s = stats[0, r].double(), stats[1, r].double()
+        c = torch.ones(z.shape[1], dtype=torch.float64)
+        if i["column_weight"] is not None:
+            c = i["column_weight"].double()
+        uniform = 0.0 if i["weights"].uniform is None else i["weights"].uniform[r].double()
+        square = 0.0 if i["weights"].square is None else i["weights"].square[r].double()
+        weight_sum = stats[spec.weight_sum_row, r].double() if spec.uniform else 0.0
+        a = b + uniform * weight_sum + 2 * square * (m + s.log())
+        one_hot = torch.zeros(z.shape[1], dtype=torch.float64)
+        if 0 <= i["target"][r] < z.shape[1]:
+            one_hot[i["target"][r]] = 1.0
+        g = a * torch.exp(z[r] - m) / s - b * one_hot - uniform * c
+        if spec.token_scaling:
+            g = g * torch.exp(stats[2, r].double() - m) / s
+        grad[r] = g if spec.softcap is None else g * (1 - (z[r] / spec.softcap) ** 2)
+    return grad
+
+
+def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
+    from flce_dist.kernels import torch_rows, triton_rows
+
+    results: dict[str, Any] = {}
+    for name, rows in (("torch", torch_rows), ("triton", triton_rows)):
+        i = _inputs(row)
+        grad = i["logits"]
+        stats = rows.row_stats(i["logits"], i["target"], i["spec"], i["column_weight"], 100)
+        results[f"{name} stats"] = stats
+        known = torch_rows.row_stats(i["logits"], i["target"], i["spec"], i["column_weight"])
+        results[f"{name} given stats"] = known
+        rows.row_grad_(i["logits"], grad, known, i["target"], i["weights"], i["spec"], i["column_weight"])
+        results[f"{name} grad"] = grad.clone()
+        i = _inputs(row)
+        fused = rows.row_stats_grad_(i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"])
+        results[f"{name} fused stats"], results[f"{name} fused grad"] = fused, i["logits"].clone()
+    return results
+
+
+@pytest.mark.parametrize("row", all_pairs(FLAGS, allowed), ids=case_id)
+def test_statistics_and_gradients(row: dict[str, Any], interpreted_workers: Pool) -> None:
+    got = interpreted_workers.run(1, _run, row)[0]
+    i = _inputs(row)
+    bound = 1e-12 if row["dtype"] == torch.float64 else 2e-6
+    for name in ("torch", "triton"):
+        for kind, first in (("stats", 100), ("fused stats", 0)):
+            stats = got[f"{name} {kind}"]
+            assert stats.dtype == row["dtype"]
+            expected = _specified_stats(i, first)
+            spread = expected[1].nan_to_num().abs().max() + row["columns"]
+            for k in range(len(expected)):
+                scale = spread if k in (i["spec"].weighted_sum_row, i["spec"].entropy_row) else 1.0
+                torch.testing.assert_close(
+                    stats[k].double(), expected[k], rtol=bound * 4, atol=bound * float(scale) * 8, msg=f"{name} {k}"
+                )
+        for kind in ("grad", "fused grad"):
+            source = got[f"{name} given stats" if kind == "grad" else f"{name} fused stats"]
+            grad, expected = got[f"{name} {kind}"].double(), _specified_grad(i, source)
+            torch.testing.assert_close(grad, expected, rtol=bound * 20, atol=bound * 4, msg=f"{name} {kind}")
+            assert (grad[1] == 0).all(), "a row with coefficients 0 has gradient 0 whatever its logits hold"
+
+
+def _combine(_: Context, cuts: list[int], special: str) -> dict[str, Tensor]:
+    from flce_dist.kernels import torch_rows, triton_rows
+    from flce_dist.kernels.spec import RowSpec
+
+    spec = RowSpec(uniform=True, argmax=True, entropy=True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 40, generator=generator) * 4
+    if special == "-inf":
+        logits[0, :10] = -math.inf
+        logits[1, 10:] = -math.inf
+    elif special == "ties":
+        logits = logits.sign()
+    elif special == "large":
+        logits += 1e4 * torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])[:, None]
+    target = torch.tensor([0, 39, 20, -7, 12])
+    weight = torch.rand(40, generator=generator) + 0.5
+    parts = [
+        torch_rows.row_stats(
+            logits[:, a:b].contiguous(), torch.where(target >= 0, target - a, -1), spec, weight[a:b], a
+        )
+        for a, b in itertools.pairwise(cuts)
+    ]
+    whole = torch_rows.row_stats(logits, target, spec, weight)
+    stacked = torch.stack(parts)
+    kept = stacked.clone()
+    results = {"whole": whole, "torch": torch_rows.combine(stacked, spec), "triton": triton_rows.combine(stacked, spec)}
+    assert torch.equal(stacked, kept)
+    return results
+
+
+@pytest.mark.parametrize("cuts", [[0, 40], [0, 20, 40], [0, 0, 13, 40], [0, 10, 10, 39, 40], [0, 1, 2, 3, 40]])
+@pytest.mark.parametrize("special", ["none", "-inf", "ties", "large"])
+def test_combined_parts_are_the_whole(cuts: list[int], special: str, interpreted_workers: Pool) -> None:
+    got = interpreted_workers.run(1, _combine, cuts, special)[0]
+    for name in ("torch", "triton"):
+        # The weighted sum is a difference of large numbers where the parts' maxima are far apart.
+        torch.testing.assert_close(got[name], got["whole"], rtol=2e-5, atol=2e-3 if special == "large" else 2e-4)
+        assert torch.equal(got[name][[0, 3, 6]], got["whole"][[0, 3, 6]]), "max, owner count and arg-max are exact"
+
+
+def _scale(_: Context, dtype: torch.dtype, factor: float, host_factor: float) -> dict[str, Tensor]:
+    from flce_dist.kernels import torch_rows, triton_rows
+
+    results = {}
+    for name, rows in (("torch", torch_rows), ("triton", triton_rows)):
+        tensor = torch.arange(-7.0, 14.0, dtype=dtype).reshape(3, 7)
+        rows.scale_(tensor, torch.tensor(factor, dtype=torch.float32), host_factor)
+        results[name] = tensor
+        rows.scale_(torch.empty(0, 7, dtype=dtype), torch.tensor(factor), host_factor)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("factor", "host_factor"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.5), (-3.0, 0.25), (0.0, 1.0)])
+def test_scale(dtype: torch.dtype, factor: float, host_factor: float, interpreted_workers: Pool) -> None:
+    got = interpreted_workers.run(1, _scale, dtype, factor, host_factor)[0]
+    expected = torch.arange(-7.0, 14.0, dtype=dtype).reshape(3, 7) * (factor * host_factor)
+    for name in ("torch", "triton"):
+        assert torch.equal(got[name], expected), name
+
+
+def _widths(_: Context, columns: int) -> list[Tensor]:
+    """float32 logits whose gradient is written in place as 16-bit numbers."""
+    from flce_dist.kernels import torch_rows
+    from flce_dist.kernels.spec import RowSpec, RowWeights
+    from flce_dist.plan import logits_buffer
+
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = logits_buffer(6, columns, torch.float32, torch.device("cpu"))
+        logits.copy_(torch.randn(6, columns, generator=torch.Generator().manual_seed(1)) * 3)
+        grad = logits if dtype == torch.float32 else logits.view(dtype)[:, :columns]
+        weights = RowWeights(torch.ones(6), None, None)
+        torch_rows.row_stats_grad_(logits, grad, torch.arange(6) % columns, weights, RowSpec())
+        results.append(grad.float())
+    return results
+
+
+@pytest.mark.parametrize("columns", [1, 16, 33, 600])
+def test_a_narrower_gradient_over_wider_logits(columns: int, workers: Pool) -> None:
+    wide, narrow = workers.run(1, _widths, columns)[0]
+    assert torch.equal(narrow, wide.bfloat16().float())

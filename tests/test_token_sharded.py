@@ -1,0 +1,223 @@
+"""hidden_layout="sharded": each rank has its own tokens and its own rows of the vocabulary; one loss for the group."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import linear_cross_entropy
+from tests.kit import compare
+from tests.kit.cases import Case, all_pairs, case_id, check, judge, loss_arguments, make_inputs, reference_of, run_case
+from tests.kit.trace import Trace
+from tests.kit.workers import Context, Pool
+
+# Tokens of each rank: equal, different, none on one, none on any, all on one.
+TOKENS: dict[int, list[tuple[int, ...]]] = {
+    2: [(6, 6), (3, 9), (0, 12), (12, 0), (0, 0), (1, 0)],
+    3: [(4, 4, 4), (1, 7, 4), (0, 5, 7), (12, 0, 0)],
+    4: [(3, 3, 3, 3), (5, 0, 1, 6)],
+}
+AXES: dict[str, Any] = {
+    "tokens": [tokens for world in TOKENS.values() for tokens in world],
+    "split": ["even", "uneven", "empty", "padded"],
+    "dtype": [torch.float32, torch.float64],
+    "reduction": ["mean", "sum", "none"],
+    "backward": ["auto", "recompute"],
+    "bias": [False, True],
+    "class_weight": [False, True],
+    "token_weight": [False, True],
+    "normalizer": [None, 7.5],
+    "ignored": ["some", "none", "all"],
+    "chunk_rows": [None, 1, 4],
+    "z_loss": [0.0, 1e-2],
+    "label_smoothing": [0.0, 0.1],
+    "skip_ignored": [False, True],
+}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    return row["normalizer"] is None or row["reduction"] == "mean"
+
+
+def make_case(row: dict[str, Any], **more: Any) -> Case:
+    fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
+    options = tuple((name, value) for name, value in row.items() if name not in fields)
+    tokens = row["tokens"]
+    return Case(**{"lead": (sum(tokens),), "world": len(tokens), **fields, "options": options, **more})
+
+
+@pytest.mark.parametrize("row", all_pairs(AXES, allowed), ids=case_id)
+def test_against_the_oracle(row: dict[str, Any], workers: Pool) -> None:
+    check(make_case(row), workers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_against_the_oracle_with_other_companions(seed: int, workers: Pool) -> None:
+    for row in all_pairs(AXES, allowed, seed=seed):
+        check(make_case(row, seed=seed), workers)
+
+
+@pytest.mark.parametrize("tokens", [(3, 4), (0, 6), (2, 3, 1)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_interpreted_triton(tokens: tuple[int, ...], reduction: str, interpreted_workers: Pool) -> None:
+    case = make_case({"tokens": tokens, "reduction": reduction, "split": "uneven", "z_loss": 1e-2}, backend="triton")
+    check(case, interpreted_workers)
+
+
+@pytest.mark.parametrize("tokens", TOKENS[2] + TOKENS[3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_max_tokens_changes_nothing_but_the_synchronisation(
+    tokens: tuple[int, ...], reduction: str, workers: Pool
+) -> None:
+    row = {"tokens": tokens, "reduction": reduction, "max_tokens": max(*tokens, 1) + 2, "chunk_rows": 4}
+    check(make_case(row), workers)
+
+
+@pytest.mark.parametrize("aux", ["z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid"])
+@pytest.mark.parametrize("tokens", [(6, 6), (0, 12), (1, 7, 4)])
+def test_aux_scalars_are_the_groups_and_vectors_the_local_slice(
+    aux: str, tokens: tuple[int, ...], workers: Pool
+) -> None:
+    for reduction in ("mean", "none"):
+        check(make_case({"tokens": tokens, "reduction": reduction, "z_loss": 1e-2}, aux=(aux,)), workers)
+
+
+def _leading_dimensions(ctx: Context, case: Case, lead: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    shaped = hidden.detach().reshape(*lead, -1).requires_grad_()
+    loss = linear_cross_entropy(shaped, weight, target.reshape(lead), **keywords)
+    loss.sum().backward()
+    assert loss.shape == (lead if case.reduction == "none" else ())
+    assert shaped.grad is not None
+    return loss.detach(), shaped.grad.reshape(-1, case.hidden_size)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_leading_dimensions(reduction: str, workers: Pool) -> None:
+    case = make_case({"tokens": (6, 6), "reduction": reduction})
+    flat = workers.run(2, _leading_dimensions, case, (6,))
+    for lead in ((2, 3), (3, 1, 2)):
+        for (loss, grad), (flat_loss, flat_grad) in zip(
+            workers.run(2, _leading_dimensions, case, lead), flat, strict=True
+        ):
+            compare.assert_close(loss.reshape(-1), flat_loss.double().reshape(-1), 1e-6, "loss")
+            compare.assert_close(grad, flat_grad.double(), 1e-6, "hidden gradient")
+
+
+@pytest.mark.parametrize("scale", [2.0, 3, 0.5])
+@pytest.mark.parametrize(("reduction", "backward"), [("mean", "auto"), ("mean", "recompute"), ("none", "auto")])
+@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+def test_hidden_grad_scale(scale: float, reduction: str, backward: str, layout: str, workers: Pool) -> None:
+    """dX times the scale; the loss and dW as they were: what a framework that averages over ranks needs."""
+    row: dict[str, Any] = {"reduction": reduction, "backward": backward, "hidden_grad_scale": scale}
+    case = make_case({"tokens": (4, 8), **row})
+    if layout == "replicated":
+        case = Case(world=2, reduction=reduction, options=(("backward", backward), ("hidden_grad_scale", scale)))
+    results = workers.run(2, run_case, case)
+    for result in results:
+        assert result.hidden_grad is not None
+        result.hidden_grad /= scale
+    judge(case, results)
+
+
+def _events(ctx: Context, case: Case, check_ranks: str) -> tuple[list[str], list[str], list[str]]:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    with Trace() as forward:
+        loss = linear_cross_entropy(hidden, weight, target, check_ranks=check_ranks, **keywords)
+    with Trace() as backward:
+        loss.backward(torch.ones_like(loss))
+    products = [e.name for e in forward.events if e.name in ("mm", "addmm", "addmm_", "reduce_scatter")]
+    return forward.collectives, backward.collectives, products
+
+
+@pytest.mark.parametrize("tokens", [(8, 8), (1, 15), (0, 16), (16, 0)])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_same_collectives_on_all_ranks_whatever_the_data(
+    tokens: tuple[int, ...], ignored: str, reduction: str, workers: Pool
+) -> None:
+    row = {"tokens": tokens, "ignored": ignored, "reduction": reduction, "max_tokens": 16, "chunk_rows": 8}
+    results = workers.run(2, _events, make_case(row), "never")
+    assert results[0][:2] == results[1][:2]
+    reference = workers.run(2, _events, make_case(row | {"tokens": (8, 8), "ignored": "none"}), "never")
+    assert results[0][:2] == reference[0][:2]
+
+
+def test_hidden_grad_comes_back_by_reduce_scatter_before_the_weight_gradient(workers: Pool) -> None:
+    row = {"tokens": (8, 8), "max_tokens": 8, "chunk_rows": 4}
+    for forward, backward, products in workers.run(2, _events, make_case(row), "never"):
+        assert "reduce_scatter" in forward
+        assert "all_reduce" not in forward[1:-1], forward
+        assert backward == []
+        at = [i for i, name in enumerate(products) if name == "reduce_scatter"]
+        # logits, dX, its reduction, dW
+        assert all(len(set(products[i + 1 : i + 2]) & {"mm", "addmm", "addmm_"}) == 1 for i in at), products
+
+
+def _ranks_with_own_option(ctx: Context, case: Case, change: dict[int, dict[str, Any]]) -> Tensor:
+    arguments, keywords = loss_arguments(case, ctx.rank, ctx.group)
+    return linear_cross_entropy(*arguments, **{**keywords, **change.get(ctx.rank, {})})
+
+
+def test_max_tokens_too_small_on_one_rank_raises_on_all(workers: Pool) -> None:
+    from tests.test_checks_ranks import assert_all_raise
+
+    case = make_case({"tokens": (3, 9)})
+    same = {rank: {"max_tokens": 4} for rank in range(2)}
+    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, same), "ValueError", "max_tokens")
+    differ = {0: {"max_tokens": 10}, 1: {"max_tokens": 12}}
+    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, differ), "ValueError", "max_tokens")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("max_tokens", [None, 8])
+def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:
+    from tests.test_checks_ranks import assert_all_raise
+
+    outcomes = workers.outcomes(2, _with_bad_target, bad_rank, max_tokens)
+    assert_all_raise(outcomes, "IndexError", "99")
+
+
+def _with_bad_target(ctx: Context, bad_rank: int, max_tokens: int | None) -> Tensor:
+    case = make_case({"tokens": (5, 7), "chunk_rows": 2, "max_tokens": max_tokens})
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    target = target.clone()
+    if ctx.rank == bad_rank:
+        target[3] = 99
+    return linear_cross_entropy(hidden, weight, target, **keywords)
+
+
+def test_data_parallel_averaging_with_hidden_grad_scale_is_one_process(workers: Pool) -> None:
+    """A body whose gradients a framework averages over W ranks, and one shared head that is never averaged."""
+    case = make_case({"tokens": (4, 8)})
+    full = make_inputs(case)
+    body = torch.linspace(-1, 1, 64).reshape(8, 8)
+    results = workers.run(2, _averaged_body, case, body)
+    reference_body = body.double().requires_grad_()
+    weight = full.weight.double().requires_grad_()
+    logits = (full.hidden.double() @ reference_body) @ weight.T
+    torch.nn.functional.cross_entropy(logits, full.target).backward()
+    for rank, (body_grad, weight_grad) in enumerate(results):
+        compare.assert_close(body_grad, reference_body.grad, 1e-5, "body gradient")
+        compare.assert_close(weight_grad, weight.grad[slice(*case.bounds()[rank])], 1e-5, "weight gradient")
+
+
+def _averaged_body(ctx: Context, case: Case, body: Tensor) -> tuple[Tensor, Tensor]:
+    import torch.distributed as dist
+
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    body.requires_grad_()
+    loss = linear_cross_entropy(hidden.detach() @ body, weight, target, hidden_grad_scale=float(ctx.world), **keywords)
+    loss.backward()
+    assert body.grad is not None
+    dist.all_reduce(body.grad, group=ctx.group)
+    return body.grad / ctx.world, weight.grad
+
+
+def test_without_a_group_token_sharding_is_the_plain_loss() -> None:
+    full = make_inputs(Case())
+    expected = reference_of(Case())
+    loss = linear_cross_entropy(full.hidden, full.weight, full.target, hidden_layout="sharded")
+    compare.assert_loss(loss, expected.loss, 1e-5)
