@@ -406,4 +406,4 @@ def test_quickstart_reaches_its_goals(tmp_path: Path, place: Workplace) -> None:
     assert len(losses) >= 60
     assert losses[-1] <= losses[0] * 2 / 3
     assert f"loss: first {losses[0]:.4f}, last {losses[-1]:.4f}" in output
-    assert "4 chunks of 512 tokens x 4,096 local entries" in output
+    assert "6 chunks of 512 tokens x 4,096 local entries" in output

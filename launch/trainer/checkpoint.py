@@ -6,9 +6,12 @@ complete. Weights and optimizer state are stored as full tensors in parts, whate
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,8 @@ class Checkpoints:
         self.ranks.gather(None)
         weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
         state = {"model": weights, "optimizer": moments, f"rng_{self.ranks.rank}_of_{self.ranks.size}": rng_state()}
-        dcp.save(state, checkpoint_id=work)
+        with _quiet_when_alone():
+            dcp.save(state, checkpoint_id=work)
         if self.ranks.is_main:
             shutil.rmtree(final, ignore_errors=True)
             work.rename(final)
@@ -81,7 +85,8 @@ class Checkpoints:
         same_ranks = any(key.startswith(f"{rng_key}.") for key in saved)
         if same_ranks:
             state[rng_key] = rng_state()
-        dcp.load(state, checkpoint_id=path)
+        with _quiet_when_alone():
+            dcp.load(state, checkpoint_id=path)
         set_state_dict(
             model,
             optimizer,
@@ -91,6 +96,14 @@ class Checkpoints:
         )
         if same_ranks:
             set_rng_state(state[rng_key])
+
+
+@contextlib.contextmanager
+def _quiet_when_alone() -> Iterator[None]:
+    """Without the warning that a single process is assumed where there is no process group: there is just one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def check_resumable(config: dict[str, Any], earlier: dict[str, Any]) -> None:
