@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import collectives, compiled
+from . import collectives
 from .arguments import Given, checked_arguments
 from .call import aux_outputs, check_targets, on_device, prepare, to_arguments
 from .op import LinearCrossEntropy, Needs
@@ -62,7 +62,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: `[..., H]`, float. The same on all ranks, or this rank's tokens (`hidden_layout`).
-        weight: this rank's rows `[L, H]`, of `hidden`'s dtype: plain, or a DTensor `Shard(0)` on the group's mesh.
+        weight: this rank's rows `[L, H]`, of `hidden`'s dtype: plain, or a DTensor `Shard(0)` on the group's 1-D mesh.
         target: `[...]`, int64 or int32 GLOBAL ids. Not shifted here.
         bias: this rank's `[L]`.
         class_weight: `[vocab_size]`, the whole of it on all ranks; as in `F.cross_entropy`.
@@ -95,6 +95,8 @@ def linear_cross_entropy(
         hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, tuple(aux), options,
     )  # fmt: skip
     if torch.compiler.is_compiling():
+        from . import compiled  # it loads the compiler, and with it Triton
+
         loss, *others = compiled.linear_cross_entropy(given)
         return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
     args, most_columns = checked_arguments(given)

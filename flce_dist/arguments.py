@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import checks, collectives
+from .backend import row_kernels
 from .options import LossOptions, LossOptionsDict
 from .shard import VocabShard, partition_error
 
@@ -46,7 +48,7 @@ class Given(NamedTuple):
 @dataclass(frozen=True)
 class Arguments:
     """Checked arguments of one rank: `hidden [N, H]`, `target [N]` int64, `token_weight [N]`, local tensors of one
-    dtype. `group` is None for one rank; `shape` is the target's, as it came."""
+    dtype. `group` is None for one rank; `rows` are the row kernels; `shape` is the target's, as it came."""
 
     hidden: Tensor
     weight: Tensor
@@ -63,13 +65,12 @@ class Arguments:
     hidden_grad_scale: float
     aux: tuple[str, ...]
     options: LossOptions
+    rows: ModuleType
     shape: torch.Size
 
 
-def group_of(weight: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group whose ranks take part in a call: the one given, or that of a DTensor weight's mesh."""
-    if group is None and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
-        group = weight.device_mesh.get_group()
+def sharding_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None when it has one rank: then nothing is sharded."""
     return group if collectives.world_size(group) > 1 else None
 
 
@@ -84,7 +85,7 @@ def resolve(given: Given) -> Arguments:
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_accumulation(options, hidden.dtype)
-    group = group_of(weight, given.group)
+    group = sharding_group(given.group)
     shard = _place(weight, group, given.vocab_size, given.vocab_shard)
     if given.class_weight is not None:
         checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
@@ -113,6 +114,7 @@ def resolve(given: Given) -> Arguments:
         hidden_grad_scale=float(given.hidden_grad_scale),
         aux=given.aux,
         options=options,
+        rows=row_kernels(options.backend, hidden.device),
         shape=target.shape,
     )
 
@@ -129,9 +131,9 @@ def checked_arguments(given: Given) -> tuple[Arguments, int | None]:
     args, error = None, None
     try:
         args = resolve(given)
-    except (TypeError, ValueError) as caught:
+    except Exception as caught:  # raised below, once the other ranks know
         error = caught
-    group = group_of(given.weight, given.group)
+    group = sharding_group(given.group)
     if group is None:
         if error is not None:
             raise error
@@ -250,7 +252,7 @@ def local_tensors(given: Given) -> Given:
 
 
 def _local_weight(given: Given, weight: DTensor) -> Given:
-    mesh, bias, group = weight.device_mesh, given.bias, group_of(weight, given.group)
+    mesh, bias, group = weight.device_mesh, given.bias, sharding_group(given.group)
     where = f"a DTensor on mesh {mesh} with placements {weight.placements}"
     if mesh.ndim != 1 or weight.placements != (Shard(0),):
         raise ValueError(
@@ -259,10 +261,16 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
         )
     if given.vocab_shard is not None:
         raise ValueError("vocab_shard is for a plain weight: a DTensor knows its place")
-    world_size = collectives.world_size(group)
-    ranks = [mesh.get_local_rank()] if group is None else dist.get_process_group_ranks(group)
-    if world_size != mesh.size() or (world_size > 1 and ranks != mesh.mesh.flatten().tolist()):
-        raise ValueError(f"weight is {where}, which is not the group's mesh (ranks {ranks})")
+    if group is None and mesh.size() > 1:
+        raise ValueError(
+            f"weight is {where}, but group=None means that the vocabulary is not sharded: for a tensor-parallel mesh "
+            "pass group=weight.device_mesh.get_group(); for FSDP2's sharded parameter compute the loss in the forward "
+            "of the module that owns it"
+        )
+    if group is not None and dist.get_process_group_ranks(group) != mesh.mesh.flatten().tolist():
+        raise ValueError(
+            f"weight is {where}, which is not that of ranks {dist.get_process_group_ranks(group)}, the group"
+        )
     if bias is not None:
         if not isinstance(bias, DTensor) or bias.placements != (Shard(0),) or bias.device_mesh != mesh:
             raise TypeError("bias must be a DTensor sharded like weight")
@@ -270,7 +278,7 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
     rows = weight.shape[0]
     size = rows if given.vocab_size is None else given.vocab_size
     shard = VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
-    return given._replace(weight=weight.to_local(), bias=bias, group=group, vocab_size=None, vocab_shard=shard)
+    return given._replace(weight=weight.to_local(), bias=bias, vocab_size=None, vocab_shard=shard)
 
 
 def _local_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
@@ -291,6 +299,8 @@ def _local_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
 def autocast(given: Given) -> Given:
     """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
     if not isinstance(given.hidden, Tensor) or not torch.is_autocast_enabled(given.hidden.device.type):
+        return given
+    if not isinstance(given.weight, Tensor):
         return given
     dtype = torch.get_autocast_dtype(given.hidden.device.type)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import collectives, row_math
 from .arguments import Arguments
-from .backend import row_kernels
 from .kernels.spec import RowSpec, stats_dtype
 from .op import Call, Needs, RowInputs
 from .plan import chunk_rows
@@ -47,13 +46,13 @@ def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared
         weights = row_math.row_weights(
             options, ids, valid, args.shard.vocab_size, dtype, args.class_weight, weight_of_row, args.normalizer
         )
-        return RowInputs(ids, args.shard.local_ids(ids, valid), valid, weights, column_weight)
+        return RowInputs(ids, args.shard.local_ids(ids), valid, weights, column_weight)
 
     call = Call(
         options=options,
         shard=args.shard,
         tokens=tokens,
-        rows=row_kernels(options.backend, hidden.device),
+        rows=args.rows,
         spec=RowSpec(
             softcap=None if options.softcap is None else float(options.softcap),
             uniform=options.label_smoothing > 0,

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .arguments import Arguments, Given, autocast, checked_arguments, local_tensors
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
+from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, compute, recompute
 from .options import LossOptions
@@ -126,8 +127,8 @@ def _forward(
         aux = aux_outputs(args, prepared, stats)
         outputs = [loss, *(aux[name] for name in args.aux)]
         if any(needs) and gradients is not None:
-            scale = loss.new_tensor([args.hidden_grad_scale / factor, 1.0 / factor])
-            outputs += [*_padded(args, prepared, gradients, hidden), scale]
+            scale = torch.stack([loss.new_full((), args.hidden_grad_scale), loss.new_ones(())]) / factor
+            outputs += [*_outputs(args, prepared, gradients, hidden), scale]
         return outputs
 
 
@@ -151,7 +152,7 @@ def _(
         shape = target.shape if name in _PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
         outputs.append(hidden.new_empty(shape, dtype=torch.int64 if name in _INTEGER_AUX else dtype))
     if any(needs) and not options.recompute:
-        outputs += [*_fake_gradients(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]
+        outputs += [*_fake_outputs(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]
     return outputs
 
 
@@ -175,7 +176,7 @@ def _backward(
             grad_loss = grad_loss.reshape(-1)
             grad_loss = grad_loss if prepared.kept is None else grad_loss[prepared.kept]
         gradients = recompute(prepared.call, prepared.hidden, args.weight, args.bias, None, grad_loss)
-        return _padded(args, prepared, gradients, hidden)
+        return _outputs(args, prepared, gradients, hidden)
 
 
 @_backward.register_fake
@@ -191,26 +192,34 @@ def _(
     config: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    return _fake_gradients(hidden, weight, bias, _options(config), needs)
+    return _fake_outputs(hidden, weight, bias, _options(config), needs)
 
 
-def _padded(args: Arguments, prepared: Prepared, gradients: Gradients, hidden: Tensor) -> list[Tensor]:
+def _gradient_dtypes(hidden: Tensor, weight: Tensor, options: LossOptions) -> tuple[torch.dtype, ...]:
+    """Of the gradients as the operator returns them, which may not depend on the number of chunks."""
+    accumulated = accumulation_dtype(options.accum_dtype, weight.dtype, num_chunks=1)
+    return hidden.dtype, accumulated, torch.promote_types(weight.dtype, torch.float32)
+
+
+def _outputs(args: Arguments, prepared: Prepared, gradients: Gradients, hidden: Tensor) -> list[Tensor]:
     """Gradients as outputs of an operator, which may not be None: an empty tensor for one that nobody needs."""
-    outputs = [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
-    if gradients.hidden is not None:
-        grad = gradients.hidden
+    grad, *others = gradients
+    if grad is not None:
         if prepared.kept is not None:
             grad = torch.zeros_like(args.hidden).index_copy_(0, prepared.kept, grad)
-        outputs[0] = grad.reshape(hidden.shape)
-    return outputs
+        grad = grad.reshape(hidden.shape)
+    dtypes = _gradient_dtypes(hidden, args.weight, args.options)
+    return [
+        hidden.new_empty(0) if gradient is None else gradient.to(dtype)
+        for gradient, dtype in zip((grad, *others), dtypes, strict=True)
+    ]
 
 
-def _fake_gradients(
+def _fake_outputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions, needs: Sequence[bool]
 ) -> list[Tensor]:
-    dtypes = (hidden.dtype, options.accum_dtype or weight.dtype, torch.promote_types(weight.dtype, torch.float32))
-    tensors = zip((hidden, weight, bias), dtypes, needs, strict=True)
-    return [hidden.new_empty(t.shape if t is not None and need else (0,), dtype=dtype if need else hidden.dtype)
+    tensors = zip((hidden, weight, bias), _gradient_dtypes(hidden, weight, options), needs, strict=True)
+    return [hidden.new_empty(t.shape, dtype=dtype) if t is not None and need else hidden.new_empty(0)
             for t, dtype, need in tensors]  # fmt: skip
 
 

@@ -48,6 +48,24 @@ def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, sca
         torch.mm(x, weight.t(), out=out)
 
 
+MAX_NARROW_CHUNKS = 4
+"""Chunks up to which a bfloat16 weight gradient is accumulated in bfloat16. Each chunk rounds it once more: on random
+data its error is 1.4 times that of one rounding after 4 chunks, 2.0 times after 8, and so on."""
+
+
+def accumulation_dtype(explicit: torch.dtype | None, weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
+    """The dtype of the weight gradient while it is accumulated.
+
+    Unless the user has chosen: the weight's, but float32 for bfloat16 over many chunks, and for float16, in which a sum
+    over many tokens may overflow where the scaled gradient would not.
+    """
+    if explicit is not None:
+        return explicit
+    if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and num_chunks > MAX_NARROW_CHUNKS):
+        return torch.float32
+    return weight_dtype
+
+
 class WeightGradient:
     """The gradient `[num_rows, H]` of a shard, and of its bias `[num_rows]`, over the chunks.
 
@@ -56,12 +74,11 @@ class WeightGradient:
     """
 
     def __init__(
-        self, weight: Tensor, num_columns: int, accum_dtype: torch.dtype | None, needs_weight: bool, needs_bias: bool
+        self, weight: Tensor, num_columns: int, accum_dtype: torch.dtype, needs_weight: bool, needs_bias: bool
     ) -> None:
         self._num_columns = num_columns
         self._first = True
-        dtype = accum_dtype or weight.dtype
-        self.weight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
+        self.weight = torch.empty(weight.shape, dtype=accum_dtype, device=weight.device) if needs_weight else None
         # A column sum costs no bandwidth worth saving: never in 16 bits.
         bias_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.bias = torch.zeros(weight.shape[0], dtype=bias_dtype, device=weight.device) if needs_bias else None

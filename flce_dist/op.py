@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
-from .gemm import WeightGradient, logits_into, mm_into
+from .gemm import WeightGradient, accumulation_dtype, logits_into, mm_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions
 from .plan import logits_buffer
 from .shard import VocabShard
 from .tokens import HiddenGradient, TokenLayout
-
-MAX_FP16_GRAD_FACTOR = 1024
 
 
 class Needs(NamedTuple):
@@ -69,15 +67,23 @@ class Call:
         return self.make_inputs()
 
     def hidden_gradient(self, hidden: Tensor) -> HiddenGradient:
-        reduce_dtype = self.options.hidden_grad_reduce_dtype or hidden.dtype
+        # A trained head's partial gradients share a large component, which cancels only in their sum.
+        narrow = hidden.dtype in (torch.bfloat16, torch.float16)
+        reduce_dtype = self.options.hidden_grad_reduce_dtype or (torch.float32 if narrow else hidden.dtype)
         return self.tokens.hidden_gradient(hidden, reduce_dtype, self.reduce_hidden_grad)
 
-    def grad_factor(self, dtype: torch.dtype) -> float:
-        """Power of two that gradients made in forward carry until backward: in fp16 a mean's `p / N` underflows before
-        the loss scale arrives."""
-        if dtype != torch.float16 or self.options.reduction != "mean":
-            return 1.0
-        return float(1 << max(0, min(self.tokens.num_rows, MAX_FP16_GRAD_FACTOR).bit_length() - 1))
+    def weight_gradient(self, weight: Tensor, needs: Needs) -> WeightGradient:
+        dtype = accumulation_dtype(self.options.accum_dtype, weight.dtype, len(self.tokens.chunks))
+        return WeightGradient(weight, self.shard.num_columns, dtype, needs.weight, needs.bias)
+
+
+def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
+    """Power of two that fp16 gradients carry until backward, where the loss scale arrives: a mean's `p / N` would
+    underflow before. It brings the largest coefficient of a row to at most 1, so that nothing overflows instead."""
+    if dtype != torch.float16 or call.options.reduction == "none":
+        return 1.0
+    largest = call.inputs.weights.target.abs().amax() if call.tokens.num_rows else torch.ones(())
+    return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
 
 
 class Gradients(NamedTuple):
@@ -106,7 +112,7 @@ def run_chunks(
     stats = buffer.new_empty(call.spec.num_stats, call.tokens.num_rows, dtype=stats_dtype(logits_dtype))
     needs = call.needs if grad_scale is not None else Needs(False, False, False)
     hidden_grad = call.hidden_gradient(hidden) if needs.hidden else None
-    weight_grad = WeightGradient(weight, columns, call.options.accum_dtype, needs.weight, needs.bias)
+    weight_grad = call.weight_gradient(weight, needs)
 
     for start, stop in call.tokens.chunks:
         x = call.tokens.hidden_chunk(hidden, start, stop)
@@ -156,12 +162,12 @@ class Computed(NamedTuple):
     loss: Tensor
     stats: Tensor
     gradients: Gradients | None
-    factor: float
+    factor: Tensor | float
 
 
 def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Computed:
     """The forward pass."""
-    factor = call.grad_factor(hidden.dtype)
+    factor = grad_factor(call, hidden.dtype)
     now = any(call.needs) and not call.options.recompute
     grad_scale = factor * call.options.logit_scale if now else None
     stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
@@ -175,7 +181,7 @@ def recompute(
 ) -> Gradients:
     """Gradients from logits made again, and from statistics made again when they are None. One upstream gradient a
     token is folded into the rows' coefficients."""
-    factor = call.grad_factor(hidden.dtype)
+    factor = grad_factor(call, hidden.dtype)
     grad_scale: Tensor | float = factor * call.options.logit_scale
     if call.options.reduction == "none":
         grad_scale = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0) * grad_scale
@@ -185,14 +191,12 @@ def recompute(
     return gradients
 
 
-def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: float) -> None:
+def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: Tensor | float) -> None:
     """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
-    hidden, *others = gradients
-    if hidden is not None:
-        call.rows.scale_(hidden, grad_loss, call.hidden_grad_scale / factor)
-    for gradient in others:
+    scale = grad_loss if isinstance(factor, float) and factor == 1.0 else grad_loss / factor
+    for gradient, host_factor in zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True):
         if gradient is not None:
-            call.rows.scale_(gradient, grad_loss, 1.0 / factor)
+            call.rows.scale_(gradient, scale, host_factor)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -48,9 +48,11 @@ class LossOptions:
         token_scaling: multiply each token's loss by its own detached target probability.
         softcap: `softcap * tanh(logits / softcap)` instead of the logits.
         logit_scale: factor on the logits (bias included), before softcap.
-        accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's.
+        accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's, but float32 for
+            float16 weights and for bfloat16 ones over more than `gemm.MAX_NARROW_CHUNKS` chunks.
         logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
-        hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: the hidden states'.
+        hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: float32, and float64
+            for float64.
         logits_budget: bytes of one chunk of logits on the largest shard, an int or a string like "512MiB".
         chunk_rows: rows of a chunk; wins over the budget.
         skip_ignored: drop ignored tokens before the first GEMM. Costs one host synchronisation to count them.

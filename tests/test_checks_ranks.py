@@ -230,7 +230,7 @@ def test_ranks_work_on_after_errors(workers: Pool) -> None:
     test_the_unchanged_call_is_right(workers)
 
 
-def _raw_fsdp2_weight(ctx: Context) -> None:
+def _raw_fsdp2_weight(ctx: Context, group: str) -> None:
     """A weight that FSDP2 sharded over the same ranks as data, passed as if it were a tensor-parallel shard."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -240,29 +240,41 @@ def _raw_fsdp2_weight(ctx: Context) -> None:
     weight = distribute_tensor(base["weight"].detach(), data_mesh, [Shard(0)])
     # Each data-parallel rank has its own batch.
     hidden = torch.randn(N, H, generator=torch.Generator().manual_seed(ctx.rank))
-    linear_cross_entropy(hidden, weight, base["target"], group=ctx.group)
+    linear_cross_entropy(hidden, weight, base["target"], group=ctx.group if group == "given" else None)
 
 
-def test_raw_fsdp2_weight_as_a_shard(workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight), "ValueError")
+@pytest.mark.parametrize("group", ["given", "none"])
+def test_raw_fsdp2_weight_as_a_shard(group: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight, group), "ValueError")
 
 
-def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> None:
+def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> float:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     base = arguments(0, 1)
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
-    placement = {"columns": Shard(1), "replicated": Replicate(), "no group": Shard(0)}[kind]
+    placement = {"columns": Shard(1), "replicated": Replicate(), "rows": Shard(0)}[kind]
     weight = distribute_tensor(base["weight"].detach(), mesh, [placement])
-    group = None if kind == "no group" else ctx.group
-    linear_cross_entropy(base["hidden"], weight, base["target"], group=group)
+    group = None if kind == "rows" else ctx.group
+    return linear_cross_entropy(base["hidden"], weight, base["target"], group=group).item()
 
 
-@pytest.mark.parametrize("kind", ["columns", "replicated", "no group"])
+@pytest.mark.parametrize("kind", ["columns", "replicated"])
 def test_dtensor_with_a_wrong_placement(kind: str, workers: Pool) -> None:
     results = workers.outcomes(2, _dtensor_with_a_wrong_placement, kind)
     assert_all_raise(results, ("ValueError", "NotImplementedError"))
+
+
+def test_dtensor_shard_without_a_group_is_right_or_refused(workers: Pool) -> None:
+    """Never the loss of the local rows alone."""
+    results = workers.outcomes(2, _dtensor_with_a_wrong_placement, "rows")
+    base = arguments(0, 1)
+    expected = torch.nn.functional.cross_entropy(base["hidden"] @ base["weight"].T, base["target"]).item()
+    if any(o.error is not None for o in results):
+        assert_all_raise(results, "ValueError", "group")
+    else:
+        assert [o.value for o in results] == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None] | None:

@@ -82,13 +82,18 @@ def test_evaluation_in_a_graph() -> None:
     compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
 
 
-def test_second_backward_of_a_compiled_graph_is_an_error() -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_backward_of_a_compiled_graph(reduction: str) -> None:
     torch._dynamo.reset()
-    full = make_inputs(Case())
+    full = make_inputs(Case(reduction=reduction))
     hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
-    loss = torch.compile(lambda h, w: linear_cross_entropy(h, w, full.target), fullgraph=True, backend=BACKEND)(
-        hidden, weight
-    )
-    torch.autograd.grad(loss, hidden, retain_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(loss, hidden)
+    loss = torch.compile(
+        lambda h, w: linear_cross_entropy(h, w, full.target, reduction=reduction), fullgraph=True, backend=BACKEND
+    )(hidden, weight)
+    expected = reference_of(Case(reduction=reduction))
+    first = torch.autograd.grad(loss, (hidden, weight), full.upstream, retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (hidden, weight), full.upstream)
+    for grads in (kept, first, second):
+        compare.assert_close(grads[0], expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(grads[1], expected.weight_grad, 1e-5, "weight gradient")

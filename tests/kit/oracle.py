@@ -63,9 +63,10 @@ def loss_and_aux(
         token_factor = token_factor * target_log_prob.detach().exp()
     token_factor = torch.where(valid, token_factor, 0.0)
 
-    nll = -(1 - label_smoothing) * column_weight[label] * target_log_prob
-    smooth = -(label_smoothing / vocab_size) * (log_prob * column_weight).sum(-1)
-    cross_entropy = torch.where(valid, token_factor * (nll + smooth), 0.0)
+    token_loss = -(1 - label_smoothing) * column_weight[label] * target_log_prob
+    if label_smoothing:  # 0 times the logarithm of a probability of 0 is nan
+        token_loss = token_loss - (label_smoothing / vocab_size) * (log_prob * column_weight).sum(-1)
+    cross_entropy = torch.where(valid, token_factor * token_loss, 0.0)
     z_part = torch.where(valid, token_factor * z_loss * lse.square(), 0.0)
 
     num_valid = valid.sum()

@@ -1,0 +1,198 @@
+"""Values at the edge: -inf and nan logits, weights of 0, scales of 0 and below, one-word vocabularies."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce_dist import VocabShard, linear_cross_entropy
+from tests.kit import compare, oracle
+from tests.kit.cases import Case, judge, make_inputs, run_case
+from tests.kit.workers import Context, Pool
+
+BACKENDS = ["torch", "triton"]
+CUTS = {1: [0, 12], 2: [0, 5, 12], 3: [0, 4, 8, 12]}
+
+
+def _with_bias(ctx: Context, bias: Tensor, keywords: dict[str, Any], poison: str | None = None) -> tuple[Any, ...]:
+    full = make_inputs(Case(lead=(6,), vocab_size=12, ignored="none"))
+    start, stop = CUTS[ctx.world][ctx.rank], CUTS[ctx.world][ctx.rank + 1]
+    if poison == "hidden":
+        full.hidden[2, 1] = math.nan
+    elif poison == "weight":
+        full.weight[7, 0] = math.nan
+    hidden = full.hidden.requires_grad_()
+    weight, local_bias = full.weight[start:stop].clone().requires_grad_(), bias[start:stop].clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        full.target.clamp(max=3),
+        bias=local_bias,
+        group=ctx.group,
+        vocab_shard=VocabShard(12, start, stop),
+        **keywords,
+    )
+    loss.sum().backward()
+    return loss.detach(), hidden.grad, weight.grad, local_bias.grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("masked", [[5], [4, 5, 6, 7], [8, 9, 10, 11], list(range(4, 12))], ids=str)
+def test_columns_switched_off_by_a_bias_of_minus_infinity(
+    masked: list[int], world: int, backend: str, pool_for: Any
+) -> None:
+    """Also all columns of a shard: max -inf and sum 0 there, and never nan."""
+    bias = torch.linspace(-1, 1, 12)
+    bias[masked] = -math.inf
+    full = make_inputs(Case(lead=(6,), vocab_size=12, ignored="none"))
+    expected = oracle.reference(full.hidden, full.weight, full.target.clamp(max=3), bias=bias)
+    results = pool_for(backend).run(world, _with_bias, bias, {"backend": backend})
+    assert expected.bias_grad is not None
+    for rank, (loss, hidden_grad, weight_grad, bias_grad) in enumerate(results):
+        at = slice(CUTS[world][rank], CUTS[world][rank + 1])
+        compare.assert_loss(loss, expected.loss, 1e-5)
+        compare.assert_close(hidden_grad, expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(weight_grad, expected.weight_grad[at], 2e-5, "weight gradient")
+        compare.assert_close(bias_grad, expected.bias_grad[at], 2e-5, "bias gradient")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("poison", ["hidden", "weight"])
+def test_nan_is_reported_and_stays_where_it_is(poison: str, world: int, backend: str, pool_for: Any) -> None:
+    """A nan of one token is that token's loss; one of the weight is everybody's; on all ranks, and no error or hang."""
+    keywords = {"reduction": "none", "backend": backend}
+    for loss, *_ in pool_for(backend).run(world, _with_bias, torch.zeros(12), keywords, poison):
+        bad = torch.isnan(loss)
+        assert bad.tolist() == ([i == 2 for i in range(6)] if poison == "hidden" else [True] * 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_impossible_target_has_infinite_loss(world: int, backend: str, pool_for: Any) -> None:
+    bias = torch.zeros(12)
+    bias[:4] = -math.inf
+    keywords = {"reduction": "none", "backend": backend}
+    for loss, *_ in pool_for(backend).run(world, _with_bias, bias, keywords):
+        assert (loss == math.inf).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, -0.25, 100.0])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("world", [1, 2])
+def test_unusual_logit_scales(scale: float, softcap: float | None, world: int, workers: Pool) -> None:
+    case = Case(world=world, bias=True, options=(("logit_scale", scale), ("softcap", softcap), ("z_loss", 1e-3)))
+    judge(case, workers.run(world, run_case, case), compare.Tolerance(1e-5, 5e-5))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_of_weight_0(reduction: str, backend: str, pool_for: Any) -> None:
+    """In the divisor, with loss 0 and gradient exactly 0."""
+    loss, grad, weight_grad = pool_for(backend).run(1, _some_weights_0, reduction, backend)[0]
+    full = make_inputs(Case(ignored="none", reduction=reduction))
+    weights = (torch.arange(13) % 2).float()
+    expected = oracle.reference(
+        full.hidden, full.weight, full.target, token_weight=weights, reduction=reduction, z_loss=1e-2
+    )
+    compare.assert_loss(loss, expected.loss, 1e-5)
+    compare.assert_exactly_zero(grad[::2], "gradient of tokens of weight 0")
+    if reduction != "none":
+        compare.assert_close(grad, expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(weight_grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
+def _some_weights_0(_: Context, reduction: str, backend: str) -> tuple[Any, ...]:
+    full = make_inputs(Case(ignored="none", reduction=reduction))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    weights = (torch.arange(13) % 2).float()
+    loss = linear_cross_entropy(
+        hidden, weight, full.target, token_weight=weights, reduction=reduction, z_loss=1e-2, backend=backend
+    )
+    loss.sum().backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_classes_of_weight_0(smoothing: float, world: int, workers: Pool) -> None:
+    """Targets of weight 0 leave the divisor, as in F.cross_entropy."""
+    for loss, grad, expected, expected_grad in workers.run(world, _some_classes_0, smoothing):
+        compare.assert_loss(loss, expected, 1e-5)
+        compare.assert_close(grad, expected_grad, 1e-5, "hidden gradient")
+
+
+def _some_classes_0(ctx: Context, smoothing: float) -> tuple[Any, ...]:
+    full = make_inputs(Case(ignored="none", vocab_size=20))
+    class_weight = (torch.arange(20) % 3).float()
+    rows = 20 // ctx.world
+    hidden = full.hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden,
+        full.weight[ctx.rank * rows : (ctx.rank + 1) * rows],
+        full.target,
+        class_weight=class_weight,
+        label_smoothing=smoothing,
+        group=ctx.group,
+        vocab_size=20,
+    )
+    loss.backward()
+    double = full.hidden.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(
+        double @ full.weight.double().T, full.target, class_weight.double(), label_smoothing=smoothing
+    )
+    expected.backward()
+    return loss.detach(), hidden.grad, expected.detach(), double.grad
+
+
+def test_only_targets_of_weight_0_give_0_and_not_nan() -> None:
+    hidden = torch.randn(3, 4, requires_grad=True)
+    loss = linear_cross_entropy(
+        hidden, torch.randn(5, 4), torch.tensor([1, 1, 1]), class_weight=torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
+    )
+    loss.backward()
+    compare.assert_exactly_zero(loss, "loss")
+    compare.assert_exactly_zero(hidden.grad, "hidden gradient")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("options", [(), (("z_loss", 0.1),), (("softcap", 1.0), ("z_loss", 0.1))], ids=str)
+def test_vocabulary_of_one(world: int, options: Any, workers: Pool) -> None:
+    case = Case(vocab_size=1, world=world, reduction="none", options=options)
+    results = workers.run(world, run_case, case)
+    judge(case, results)
+    if not options:
+        for result in results:
+            compare.assert_exactly_zero(result.loss, "loss")
+
+
+def test_hidden_size_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="hidden"):
+        linear_cross_entropy(torch.empty(4, 0), torch.empty(5, 0), torch.tensor([0, 4, -100, 2]))
+
+
+def test_predictions_of_a_vocabulary_beyond_exact_float32_ids_are_refused_or_right() -> None:
+    vocab_size = 2**24 + 3
+    bias = torch.zeros(vocab_size)
+    bias[-2] = 1.0
+    arguments = (torch.zeros(1, 1), torch.zeros(vocab_size, 1), torch.tensor([0]))
+    with pytest.raises(ValueError, match="vocab_size"):
+        linear_cross_entropy(*arguments, bias=bias, aux=("predictions",))
+    assert linear_cross_entropy(*arguments, bias=bias).item() == pytest.approx(math.log(vocab_size), rel=1e-5)
+
+
+def test_low_rank_adapter_on_the_body() -> None:
+    """A frozen body and head, and a trained adapter between them."""
+    full = make_inputs(Case())
+    down, up = torch.randn(2, 8) * 0.3, torch.randn(8, 2) * 0.3
+    ours = [t.clone().requires_grad_() for t in (down, up)]
+    theirs = [t.double().requires_grad_() for t in (down, up)]
+    linear_cross_entropy(full.hidden + full.hidden @ ours[0].T @ ours[1].T, full.weight, full.target).backward()
+    hidden = full.hidden.double()
+    logits = (hidden + hidden @ theirs[0].T @ theirs[1].T) @ full.weight.double().T
+    torch.nn.functional.cross_entropy(logits, full.target).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        compare.assert_close(a.grad, b.grad, 1e-5, "adapter gradient")
