@@ -29,6 +29,9 @@ import train
 from trainer.checkpoint import complete
 from trainer.report import read_metrics
 
+# Three to ten times what each test takes alone: whoever shares the cores must not fail them.
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "launch" / "train.py"
 STEPS = 60
@@ -41,6 +44,7 @@ tokenizer: {{vocab_size: 509}}
 train: {{steps: {STEPS}, batch_size: 4, log_every: 1, eval_every: 30, eval_sequences: 9}}
 optimizer: {{lr: 3e-4, warmup_steps: 0, min_lr_ratio: 1.0}}
 loss: {{type: flce, logits_budget: 32KiB}}
+parallel: {{device: cpu}}
 output: {{tensorboard: false, plot: false, export: false}}
 """
 
@@ -91,7 +95,6 @@ class Processes:
         common = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "launch")]),
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
         }
         descriptor, self.output = tempfile.mkstemp(dir=folder, suffix=".log")
         with os.fdopen(descriptor, "w") as file:
@@ -105,7 +108,7 @@ class Processes:
                 for environment in environments
             ]
 
-    def finish(self, seconds: float = 120) -> tuple[int, str]:
+    def finish(self, seconds: float = 250) -> tuple[int, str]:
         """The largest exit code and the output. When one fails the others are ended; none outlives `seconds`."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self.processes):
@@ -334,13 +337,11 @@ def test_refused_before_training(
 
 
 def test_bad_key_is_refused_on_all_ranks_once(place: Workplace) -> None:
-    start = time.monotonic()
-    code, output = place.torchrun(2, TRAIN, place.arguments("bad", "train.step=3")).finish(60)
+    code, output = place.torchrun(2, TRAIN, place.arguments("bad", "train.step=3")).finish(120)
     assert code != 0
     assert output.count("train.py: train.step: unknown key; did you mean train.steps?") == 1
     assert "train.py FAILED" in output  # torchrun's own report, which counts the exit codes
     assert output.count("exitcode  : 2") == 2
-    assert time.monotonic() - start < 60
 
 
 def test_error_of_one_rank_ends_all(place: Workplace, tmp_path: Path) -> None:
@@ -359,7 +360,7 @@ def test_error_of_one_rank_ends_all(place: Workplace, tmp_path: Path) -> None:
         "ranks.gather(None)\n"
         "exit_process(0)\n"
     )
-    code, output = place.start(2, script, []).finish(60)
+    code, output = place.start(2, script, []).finish(120)
     assert code == 0, output
     for rank in (0, 1):
         assert f"<{rank}: data.paths: gone (on rank 1 of 2)>" in output
@@ -392,6 +393,19 @@ def test_bfloat16_stays_near_float32_and_keeps_fp32_weights(place: Workplace, on
 def test_loss_that_is_not_finite_stops_the_run(place: Workplace) -> None:
     with pytest.raises(FloatingPointError, match="the loss of step "):
         place.here("diverged", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "optimizer.max_grad_norm=null")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "mode"), [(1, "tensor"), (2, "tensor"), (2, "data")])
+def test_gpus_train_as_the_cpu_does(place: Workplace, full_logits: Path, size: int, mode: str) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices: `pytest -m gpu` on a machine that has them runs it")
+    overrides = ("parallel.device=cuda", f"parallel.mode={mode}", "checkpoint.every=30", "output.export=true")
+    run = place.ranks(size, f"gpu_{mode}_{size}", *overrides)
+    assert_same_curve(run, full_logits, 1e-4)
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    place.ranks(size, f"gpu_{mode}_{size}", *overrides, "checkpoint.resume=true")
+    assert_same_curve(run, full_logits, 1e-4)
 
 
 @pytest.mark.exhaustive
