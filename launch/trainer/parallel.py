@@ -1,0 +1,227 @@
+"""Process start and stop, errors that all ranks agree on, and the parallel modes.
+
+A mode answers four questions, in one class: over which ranks is the vocabulary sharded, which part of the batch does
+this rank see, over which ranks are the valid tokens counted, and how is the model wrapped. A new one (FSDP,
+DeepSpeed, a head shared by data-parallel ranks) is one more class in `MODES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from flce_dist import count_valid_tokens
+
+from .schema import Config, ConfigError
+
+
+class SetupError(RuntimeError):
+    """What went wrong before training, on whichever rank; the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of this run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def start(cls) -> Ranks:
+        """Join the processes that torchrun started; one started by plain python is alone and needs no group.
+
+        CPU tensors go through gloo and, where there are GPUs, CUDA tensors through NCCL, so that messages between
+        the hosts (errors, file names) never need a device.
+        """
+        if "RANK" not in os.environ:
+            return cls(0, 1, 0, 1)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, by rank: one all-gather of pickled objects through gloo. Also a barrier."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def agree(self) -> Iterator[None]:
+        """Run a part of the setup on all ranks; when it fails on one, raise SetupError on all of them.
+
+        The body must not communicate: a rank that fails halfway would leave the others waiting.
+        """
+        problem: str | None = None
+        cause: Exception | None = None
+        try:
+            yield
+        except ConfigError as error:
+            problem, cause = str(error), error
+        except Exception as error:
+            problem, cause = traceback.format_exc(), error
+        failed = {rank: text for rank, text in enumerate(self.gather(problem)) if text is not None}
+        if failed:
+            first = min(failed)
+            on = "" if len(failed) == self.size else f" (on rank {', '.join(map(str, failed))} of {self.size})"
+            raise SetupError(f"{failed[first]}{on}") from cause
+
+    def same_everywhere(self, name: str, value: Any) -> None:
+        """Raise SetupError on all ranks unless all hold the same value."""
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise SetupError(f"{name}: the ranks disagree: {values}")
+
+
+def exit_process(code: int) -> None:
+    """End at once, without the interpreter's teardown.
+
+    Destroying a gloo group, or what holds it, may hang or abort: its destructor waits, with the interpreter's lock
+    held, for a thread that needs the lock to release the last message's tensors (seen with torch 2.13). Call it when
+    all ranks are done: `Ranks.gather` before it.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def pick_device(config: Config, ranks: Ranks) -> torch.device:
+    """This rank's device. Raises ConfigError when there are too few GPUs."""
+    wanted = config.parallel.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if torch.cuda.device_count() < ranks.local_size:
+        raise ConfigError(
+            "parallel.device", f"{ranks.local_size} processes on this machine, but {torch.cuda.device_count()} GPUs"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+class ParallelMode:
+    """What a mode decides. The defaults: the vocabulary on every rank, the same batch on all, DDP around the model."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    @property
+    def head_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the vocabulary; None when each holds all of it."""
+        return None
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch this rank sees, of `data_ranks`."""
+        return 0
+
+    @property
+    def data_ranks(self) -> int:
+        return 1
+
+    def normalizer(self, targets: Tensor, ignore_index: int) -> Tensor:
+        """What this rank's loss is divided by, for `targets` of ALL micro-steps of one optimizer step; 0-d fp32."""
+        raise NotImplementedError
+
+    def mean_loss(self, losses: Tensor) -> Tensor:
+        """The loss of the whole batch from this rank's, elementwise."""
+        return losses
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module whose forward and backward keep the ranks in step."""
+        return _ddp(model) if self.ranks.size > 1 else model
+
+    def micro_step(self, wrapped: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of one micro-step: gradients are averaged once, in the last."""
+        if last or not isinstance(wrapped, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return wrapped.no_sync()
+
+
+class TensorParallel(ParallelMode):
+    """The vocabulary is sharded over all ranks; all see the same batch and hold the same body.
+
+    The head all-reduces the gradient of the hidden states, so each rank's body gradient is already complete. DDP
+    averages those equal gradients: that changes nothing but keeps the replicas bit-equal when a kernel is not
+    deterministic. The sharded head is left out of it.
+    """
+
+    @property
+    def head_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self.ranks.size > 1 else None
+
+    def normalizer(self, targets: Tensor, ignore_index: int) -> Tensor:
+        return count_valid_tokens(targets, ignore_index).float()
+
+
+class DataParallel(ParallelMode):
+    """Each rank has its own part of the batch and the whole head.
+
+    The loss is the mean over the valid tokens of all ranks and micro-steps. DDP divides the sum of the ranks'
+    gradients by their number, so the normalizer is divided by it as well.
+    """
+
+    @property
+    def data_rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks.size
+
+    def normalizer(self, targets: Tensor, ignore_index: int) -> Tensor:
+        return count_valid_tokens(targets, ignore_index, group=dist.group.WORLD) / self.ranks.size
+
+    def mean_loss(self, losses: Tensor) -> Tensor:
+        if self.ranks.size == 1:
+            return losses
+        losses = losses.clone()
+        dist.all_reduce(losses)
+        return losses / self.ranks.size
+
+
+MODES: dict[str, type[ParallelMode]] = {"tensor": TensorParallel, "data": DataParallel}
+
+
+def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
+    """The mode of `parallel.mode`, once the batch is known to divide. Raises ConfigError."""
+    name = config.parallel.mode
+    if name not in MODES:
+        close = difflib.get_close_matches(name, MODES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError("parallel.mode", f"expects {' or '.join(MODES)}, got {name!r}{hint}")
+    mode = MODES[name](ranks)
+    parts = mode.data_ranks * config.train.accumulation
+    if config.train.batch_size % parts:
+        raise ConfigError(
+            "train.batch_size",
+            f"{config.train.batch_size} sequences do not divide over {mode.data_ranks} data-parallel ranks x "
+            f"{config.train.accumulation} accumulation steps (train.accumulation)",
+        )
+    return mode
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel:
+    """DDP over all plain parameters. Buffers (rotary frequencies) are constants: nothing to broadcast."""
+    left_out = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    left_out += [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)

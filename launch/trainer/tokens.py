@@ -1,0 +1,154 @@
+"""Tokenizer and token files, made once by one process and cached.
+
+The cache is a folder named by a hash of the documents and of every setting that changes the tokens. It is written
+beside its final place and renamed, so that a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import transformers
+from numpy.typing import NDArray
+
+from .corpus import read_corpus
+from .schema import Config, ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+FORMAT = 1  # part of the key: raise it when the files' content changes meaning
+ENCODE_BATCH = 256  # documents tokenized at a time
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """The cached folder: `tokenizer/`, `train.npy` and `eval.npy` (int32 ids) and `info.json`."""
+
+    folder: Path
+    vocab_size: int
+    separator: int
+    train: NDArray[np.int32]
+    evaluation: NDArray[np.int32]
+    info: dict[str, int]
+
+    @property
+    def largest_id(self) -> int:
+        return self.info["largest_id"]
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.folder / "tokenizer"
+
+
+def prepare_tokens(config: Config) -> Path:
+    """Read the corpus and make the cached folder unless it is there; returns it. One process per machine calls this.
+
+    Raises:
+        ConfigError: unreadable text, a tokenizer that cannot be used, or too little text.
+    """
+    train, held_out = read_corpus(config.data)
+    folder = Path(config.data.cache_dir) / f"tokens-{_key(config, train, held_out)}"
+    if folder.is_dir():
+        return folder
+    work = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    work.mkdir(parents=True)
+    try:
+        tokenizer = _local_tokenizer(config) if config.tokenizer.path else _train_bpe(config, train)
+        tokenizer.save_pretrained(str(work / "tokenizer"))
+        ids = {"train": _encode(tokenizer, train), "eval": _encode(tokenizer, held_out)}
+        for name, array in ids.items():
+            np.save(work / f"{name}.npy", array)
+        info = {
+            "vocab_size": len(tokenizer),
+            "separator": tokenizer.eos_token_id,
+            "largest_id": max(int(array.max(initial=0)) for array in ids.values()),
+            "documents": len(train) + len(held_out),
+            "bytes": sum(len(text.encode()) for text in [*train, *held_out]),
+        }
+        (work / "info.json").write_text(json.dumps(info, indent=2))
+        try:
+            work.rename(folder)
+        except OSError:
+            # Another run with the same corpus was faster; its content is the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def open_tokens(folder: Path, config: Config) -> TokenFiles:
+    """Map the cached files into memory. Raises ConfigError when they are too short for one sequence."""
+    info = json.loads((folder / "info.json").read_text())
+    files = TokenFiles(
+        folder,
+        info["vocab_size"],
+        info["separator"],
+        np.load(folder / "train.npy", mmap_mode="r"),
+        np.load(folder / "eval.npy", mmap_mode="r"),
+        info,
+    )
+    for name, ids in (("data.paths", files.train), ("data.holdout", files.evaluation)):
+        needed = config.data.sequence_length + 1
+        if len(ids) < needed and (name == "data.paths" or config.train.eval_every):
+            raise ConfigError(name, f"{len(ids)} tokens are fewer than one sequence needs ({needed})")
+    return files
+
+
+def _key(config: Config, train: Iterable[str], held_out: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    tokenizer = config.tokenizer
+    digest.update(json.dumps([FORMAT, tokenizers.__version__, tokenizer.path, tokenizer.vocab_size]).encode())
+    if tokenizer.path is not None:
+        for file in sorted(Path(tokenizer.path).glob("*token*")):
+            digest.update(file.read_bytes())
+    for name, documents in (("train", train), ("eval", held_out)):
+        for text in documents:
+            content = text.encode()
+            digest.update(f"{name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _train_bpe(config: Config, documents: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE: any text can be encoded, and no id stands for "unknown"."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=config.tokenizer.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
+
+
+def _local_tokenizer(config: Config) -> transformers.PreTrainedTokenizerBase:
+    path = str(config.tokenizer.path)
+    if not Path(path).is_dir():
+        raise ConfigError("tokenizer.path", f"no such folder: {path}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError("tokenizer.path", f"{path} holds no usable tokenizer: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("tokenizer.path", f"{path} has no end-of-text token to put between documents")
+    return tokenizer
+
+
+def _encode(tokenizer: transformers.PreTrainedTokenizerBase, documents: list[str]) -> NDArray[np.int32]:
+    """All documents as one row of ids, each followed by the separator."""
+    parts = [np.empty(0, dtype=np.int32)]
+    for start in range(0, len(documents), ENCODE_BATCH):
+        encoded = tokenizer(documents[start : start + ENCODE_BATCH], add_special_tokens=False, verbose=False)
+        parts += [np.array([*ids, tokenizer.eos_token_id], dtype=np.int32) for ids in encoded["input_ids"]]
+    return np.concatenate(parts)

@@ -1,0 +1,147 @@
+"""The trainer's configuration: what is refused, and that each message names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml", reason="the trainer's tests need the [train] extra")
+
+from trainer.config import from_mapping, load_config, to_mapping
+from trainer.parallel import MODES, Ranks, make_mode, pick_device
+from trainer.schema import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def override(*changes: str) -> Config:
+    return load_config(str(QUICKSTART), changes)
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "data_parallel.yaml"])
+def test_shipped_configs_load(name: str) -> None:
+    config = load_config(str(ROOT / "configs" / name))
+    assert from_mapping(to_mapping(config)) == config
+
+
+def test_overrides_are_typed_yaml() -> None:
+    config = override("train.steps=7", "optimizer.lr=1e-3", "optimizer.max_grad_norm=null", "data.paths=[a.txt, b]")
+    assert (config.train.steps, config.optimizer.lr, config.optimizer.max_grad_norm) == (7, 1e-3, None)
+    assert config.data.paths == ("a.txt", "b")
+    assert override("data.paths=a.txt").data.paths == ("a.txt",)
+    assert override("loss=torch").loss == "torch"
+    assert override("loss.logits_budget=2MiB").loss == {"type": "flce", "logits_budget": "2MiB"}
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "says"),
+    [
+        ("train.batch_siz=8", "train.batch_siz", "did you mean train.batch_size?"),
+        ("trian.steps=8", "trian", "did you mean train?"),
+        ("optimizer.zzz=1", "optimizer.zzz", "known here: lr, "),
+        ("model.config.hidden=8", "model.config.hidden", "did you mean model.config.hidden_size?"),
+        ("train.steps=many", "train.steps", "expects an integer, got 'many' (str)"),
+        ("train.steps=1.5", "train.steps", "expects an integer"),
+        ("train.steps=true", "train.steps", "expects an integer, got True (bool)"),
+        ("train.steps=0", "train.steps", "must be at least 1, got 0"),
+        ("train=3", "train", "expects a mapping"),
+        ("train.dtype=float8", "train.dtype", "expects float32 or bfloat16"),
+        ("output.export=1", "output.export", "expects true or false"),
+        ("optimizer.lr=-1e-3", "optimizer.lr", "must be greater than 0, got -0.001"),
+        ("optimizer.lr=.nan", "optimizer.lr", "must be finite"),
+        ("optimizer.betas=[0.9]", "optimizer.betas", "expects 2 values, got 1"),
+        ("optimizer.betas=[0.9, x]", "optimizer.betas[1]", "expects a number"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas", "[0, 1)"),
+        ("data.paths=3", "data.paths", "expects a list"),
+        ("data.sequence_length=4096", "data.sequence_length", "max_position_embeddings 2048"),
+        ("tokenizer.vocab_size=100", "tokenizer.vocab_size", "must be at least 257"),
+        ("model.path=somewhere", "model.path", "excludes model.config"),
+        ("model.config=null", "model", "give config"),
+        ("model.config.num_attention_heads=3", "model.config.num_attention_heads", "does not divide hidden_size 128"),
+        ("model.config.num_key_value_heads=3", "model.config.num_key_value_heads", "does not divide"),
+        ("loss=fancy", "loss", "expects torch or a mapping"),
+        ("loss.type=fancy", "loss.type", "expects flce"),
+        ("loss.label_smothing=0.1", "loss.label_smothing", "did you mean 'label_smoothing'"),
+        ("loss.label_smoothing=2", "loss.label_smoothing", "[0, 1]"),
+        ("loss.logits_budget=lots", "loss.logits_budget", "lots"),
+        ("loss.reduction=sum", "loss.reduction", "mean"),
+        ("train.steps", "train.steps", "key=value"),
+        ("train.steps=[", "train.steps", "not valid YAML"),
+        ("seed.x=1", "seed.x", "seed is set to 0"),
+    ],
+)
+def test_bad_setting_is_refused_by_key(change: str, key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(change)
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key}: ")
+    assert says in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--config: cannot read .*missing\.yaml"):
+        load_config(str(tmp_path / "missing.yaml"))
+    file = tmp_path / "twice.yaml"
+    file.write_text("seed: 1\nseed: 2\n")
+    with pytest.raises(ConfigError, match="duplicate key 'seed'"):
+        load_config(str(file))
+    file.write_text("- seed\n")
+    with pytest.raises(ConfigError, match="must hold a mapping, got list"):
+        load_config(str(file))
+    file.write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"^model: is required"):
+        load_config(str(file))
+
+
+def test_batch_must_divide_over_ranks_and_accumulation() -> None:
+    two = Ranks(rank=0, size=2, local_rank=0, local_size=2)
+    with pytest.raises(ConfigError, match=r"^train\.batch_size: 6 .* 2 data-parallel ranks x 2 accumulation"):
+        make_mode(override("train.batch_size=6", "train.accumulation=2", "parallel.mode=data"), two)
+    make_mode(override("train.batch_size=6", "train.accumulation=2", "parallel.mode=tensor"), two)
+
+
+def test_unknown_parallel_mode_names_the_known_ones() -> None:
+    one = Ranks(rank=0, size=1, local_rank=0, local_size=1)
+    with pytest.raises(ConfigError, match=r"^parallel\.mode: expects tensor or data, got 'tensr'; did you mean tensor"):
+        make_mode(override("parallel.mode=tensr"), one)
+
+
+def test_more_processes_than_gpus_is_refused() -> None:
+    many = Ranks(rank=0, size=1000, local_rank=0, local_size=1000)
+    with pytest.raises(ConfigError, match=r"^parallel\.device: 1000 processes"):
+        pick_device(override("parallel.device=cuda"), many)
+
+
+def test_quickstart_makes_at_least_four_chunks_a_step() -> None:
+    from flce_dist.plan import chunk_rows
+
+    from flce_dist import VocabShard
+    from trainer.config import loss_options
+
+    config = override()
+    assert config.train.steps >= 60
+    tokens = config.train.batch_size // config.train.accumulation * config.data.sequence_length
+    options = loss_options(config.loss)
+    columns = VocabShard.even(config.tokenizer.vocab_size, 0, 2).num_columns
+    rows = chunk_rows(tokens, columns, 4, options.budget_bytes, options.chunk_rows)
+    assert tokens / rows >= 4
+
+
+def dotted_keys(cls: type, where: str = "") -> list[str]:
+    import typing
+
+    keys = []
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = [choice for choice in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(choice)]
+        keys += dotted_keys(inner[0], f"{where}{name}.") if inner else [where + name]
+    return keys
+
+
+def test_docs_explain_every_key_and_mode() -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    missing = [key for key in dotted_keys(Config) if f"`{key}`" not in text]
+    missing += [mode for mode in MODES if f"`{mode}`" not in text]
+    assert not missing
