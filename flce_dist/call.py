@@ -46,7 +46,7 @@ def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared
         weights = row_math.row_weights(
             options, ids, valid, args.shard.vocab_size, dtype, args.class_weight, weight_of_row, args.normalizer
         )
-        return RowInputs(ids, args.shard.local_ids(ids, valid), valid, weights, column_weight)
+        return RowInputs(ids, args.shard.local_ids(ids), valid, weights, column_weight)
 
     call = Call(
         options=options,

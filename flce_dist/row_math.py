@@ -33,28 +33,28 @@ def row_weights(
 
     `target` and `valid` are `[N]`, the tokens of the whole group; `class_weight [vocab_size]`; `token_weight [N]`.
     """
-    valid_count = valid.sum()
     per_token = valid.to(dtype)
     class_of_target = per_token
     if class_weight is not None:
         # A target outside the vocabulary is reported later, on all ranks; here it must only not fault.
         class_of_target = per_token * class_weight.to(dtype)[target.clamp(0, vocab_size - 1)]
-    cross_entropy_scale: Tensor | float = 1.0
-    square_scale: Tensor | float = 1.0
+    divisor: Tensor | float = 1.0
+    square_divisor: Tensor | float = 1.0
     if options.reduction == "mean":
         if normalizer is not None:
-            cross_entropy_scale = square_scale = _inverse(torch.as_tensor(normalizer, device=target.device), dtype)
+            divisor = square_divisor = _never_zero(torch.as_tensor(normalizer, device=target.device).to(dtype))
         else:
-            square_scale = _inverse(valid_count, dtype)
-            cross_entropy_scale = square_scale if class_weight is None else _inverse(class_of_target.sum(), dtype)
+            divisor = square_divisor = valid.sum().clamp(min=1)
+            if class_weight is not None:
+                divisor = _never_zero(class_of_target.sum())
     if token_weight is not None:
         weight = token_weight.to(dtype)
         class_of_target, per_token = class_of_target * weight, per_token * weight
     smoothing = options.label_smoothing
     return RowWeights(
-        target=class_of_target * ((1.0 - smoothing) * cross_entropy_scale),
-        uniform=per_token * (smoothing / vocab_size * cross_entropy_scale) if smoothing else None,
-        square=per_token * (options.z_loss * square_scale) if options.z_loss else None,
+        target=class_of_target / divisor if not smoothing else class_of_target * (1.0 - smoothing) / divisor,
+        uniform=per_token * (smoothing / vocab_size) / divisor if smoothing else None,
+        square=per_token * options.z_loss / square_divisor if options.z_loss else None,
     )
 
 
@@ -105,7 +105,6 @@ def badly_owned(stats: Tensor, valid: Tensor) -> Tensor:
     return valid & (stats[OWNED] != 1)
 
 
-def _inverse(divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / divisor, and 0 for a divisor of 0: no valid token makes loss 0, not nan."""
-    divisor = divisor.to(dtype)
-    return torch.where(divisor == 0, 0.0, 1.0 / divisor)
+def _never_zero(divisor: Tensor) -> Tensor:
+    """Infinity for a divisor of 0: no valid token makes loss 0, not nan."""
+    return torch.where(divisor == 0, torch.inf, divisor)

@@ -60,10 +60,10 @@ class VocabShard:
         start = min(self.start, self.vocab_size)
         return full[start : start + self.num_columns]
 
-    def local_ids(self, target: Tensor, valid: Tensor) -> Tensor:
-        """Global ids to this rank's columns. A target that is ignored becomes -1; one of another rank falls outside
-        `[0, num_columns)`."""
-        return torch.where(valid, target - self.start, -1)
+    def local_ids(self, target: Tensor) -> Tensor:
+        """Global ids as columns of this rank: outside `[0, num_columns)` for an id of another rank, or of none."""
+        target = target.to(torch.int64)
+        return target - self.start if self.start else target
 
 
 def partition_error(shards: Sequence[VocabShard]) -> str | None:

@@ -55,29 +55,19 @@ def test_rows_and_columns_of_shards_with_padding() -> None:
 
 def test_every_id_has_exactly_one_owner() -> None:
     target = torch.tensor([0, 1, 9, 4, -100, 5])
-    valid = target != -100
     shards = [VocabShard(10, 0, 4), VocabShard(10, 4, 4), VocabShard(10, 4, 5), VocabShard(10, 5, 16)]
     owners = torch.zeros(6, dtype=torch.int64)
     for shard in shards:
-        local = shard.local_ids(target, valid)
+        local = shard.local_ids(target)
         owns = (local >= 0) & (local < shard.num_columns)
         assert ((local + shard.start)[owns] == target[owns]).all()
         owners += owns
     assert owners.tolist() == [1, 1, 1, 1, 0, 1]
 
 
-@pytest.mark.parametrize("ignore_index", [0, 5, 9, -1, -100, 10])
-def test_an_ignored_id_has_no_owner(ignore_index: int) -> None:
-    target = torch.full((3,), ignore_index)
-    for start, stop in [(0, 5), (5, 16)]:
-        shard = VocabShard(10, start, stop)
-        local = shard.local_ids(target, target != ignore_index)
-        assert not ((local >= 0) & (local < shard.num_columns)).any()
-
-
 def test_int32_targets_do_not_wrap() -> None:
     target = torch.tensor([0, 2**31 - 1], dtype=torch.int32)
-    local = VocabShard(2**31 + 10, 2**31, 2**31 + 10).local_ids(target, torch.tensor([True, True]))
+    local = VocabShard(2**31 + 10, 2**31, 2**31 + 10).local_ids(target)
     assert ((local < 0) | (local >= 10)).all()
 
 

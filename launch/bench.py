@@ -1,0 +1,342 @@
+"""Time, memory and error of the loss, beside other implementations and the bare matrix products.
+
+    python launch/bench.py --shapes llama3-8k small --methods flce,eager,compile,liger
+    torchrun --nproc-per-node 2 launch/bench.py --methods flce,fla,megatron
+    python launch/bench.py --device cpu
+
+`docs/benchmarking.md` explains the figures and the options. The parts are in `launch/benchmark/`. The exit code is 1
+when a method failed; one that is not installed is shown as such and does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, workload
+from benchmark.ranks import Ranks, exit_process
+from benchmark.report import Row
+from flce_dist.options import parse_bytes
+from flce_dist.plan import chunk_rows as planned_rows
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+SWEEP_FACTORS = {"tokens": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2), "vocab": (1 / 8, 1 / 4, 1 / 2, 1, 2)}
+SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
+
+
+@dataclass
+class Entry:
+    """A row and the step that is measured for it; without a step it could not be made ready."""
+
+    row: Row
+    step: Callable[[], object] | None = None
+    is_floor: bool = False
+    program: methods.Program | None = field(default=None, repr=False)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--shapes", nargs="+", help=f"names ({', '.join(workload.SHAPES)}) or N,H,V; default llama3-8k, on CPU cpu")
+    add("--methods", help=f"separated by commas, or all: {', '.join(methods.METHODS)}")
+    add("--chunk-rows", type=_numbers, default=[], help="rows of a chunk for the flce methods, separated by commas")
+    add("--budgets", type=_budgets, default=[], help="bytes of a chunk, such as 512MiB,1GiB; default the package's")
+    add("--dtype", choices=DTYPES, help="default bf16, on CPU fp32")
+    add("--data", choices=("random", "trained"), default="random", help="trained: a head with a large common component")
+    add("--ignored", type=float, default=0.0, help="share of ignored targets")
+    add("--skip-ignored", action="store_true", help="drop ignored tokens before the first GEMM (flce methods)")
+    add("--forward-only", action="store_true", help="no gradients; the floor is the logits GEMM")
+    add("--graph", action="store_true", help="also replay the flce methods and the floor as CUDA graphs")
+    add("--profile", action="store_true", help="also print a table of kernels for each method")
+    add("--sweep", choices=("tokens", "vocab", "budget", "ranks"), help="vary this for the first shape, and plot it")
+    add("--rounds", type=int, help="default 12, on CPU 5")
+    add("--round-seconds", type=float, default=0.06, help="time a method gets in a round")
+    add("--seed", type=int, default=0)
+    add("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
+    add("--out", type=Path, default=Path("runs/bench"), help="folder of results.json and the plots")
+    add("--no-errors", action="store_true", help="do not compute the reference")
+    args = parser.parse_args(arguments)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = args.device == "cuda"
+    args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
+    args.rounds = args.rounds or (12 if on_gpu else 5)
+    default = "flce,flce-fp32-accum,flce-fp32-logits,eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
+    sharded = "flce,flce-fp32-accum,flce-fp32-logits,fla-bf16-accum,fla,megatron,verl,loss_parallel,cce"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    args.methods = args.methods or ((sharded if ranks > 1 else default) if on_gpu else "flce,flce-torch-rows,eager")
+    if args.graph and not on_gpu:
+        parser.error("--graph needs CUDA")
+    try:
+        args.methods = methods.parse_methods(args.methods)
+        args.shapes = [workload.parse_shape(text) for text in args.shapes or ["llama3-8k" if on_gpu else "cpu"]]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _budgets(text: str) -> list[str]:
+    for part in text.split(","):
+        try:
+            parse_bytes("budget", part)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text.split(",")
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = parse_arguments(arguments)
+    ranks = Ranks.start(args.device)
+    rows: list[Row] = []
+    try:
+        for shape, num_ranks, budgets in cases(args, ranks):
+            if ranks.rank < num_ranks:
+                try:
+                    measured = measure_shape(
+                        args, shape, ranks.first(num_ranks), budgets, ranks.device, ranks.rank == 0
+                    )
+                except Exception as error:
+                    # A shape that does not fit must not lose the others.
+                    traceback.print_exc()
+                    measured = [Row.of(shape, num_ranks, "all methods", status="failed", reason=_reason(error))]
+                    _collect(ranks.device)
+                rows += measured
+            ranks.wait()
+    finally:
+        if ranks.rank == 0 and rows:
+            finish(args, rows, ranks.device)
+    return int(any(row.status == "failed" for row in rows))
+
+
+def cases(args: argparse.Namespace, ranks: Ranks) -> list[tuple[workload.Shape, int, list[str]]]:
+    """Shape, ranks and budgets of each measurement."""
+    base = args.shapes[0]
+    if args.sweep == "tokens":
+        sizes = [max(1, round(base.num_tokens * factor)) for factor in SWEEP_FACTORS["tokens"]]
+        return [(base.resized(num_tokens=size), ranks.size, args.budgets) for size in sizes]
+    if args.sweep == "vocab":
+        sizes = [max(1, round(base.vocab_size * factor)) for factor in SWEEP_FACTORS["vocab"]]
+        return [(base.resized(vocab_size=size), ranks.size, args.budgets) for size in sizes]
+    if args.sweep == "budget":
+        return [(base, ranks.size, args.budgets or list(SWEEP_BUDGETS))]
+    if args.sweep == "ranks":
+        return [(base, size, args.budgets) for size in range(1, ranks.size + 1) if ranks.size % size == 0]
+    return [(shape, ranks.size, args.budgets) for shape in args.shapes]
+
+
+def measure_shape(
+    args: argparse.Namespace,
+    shape: workload.Shape,
+    group: dist.ProcessGroup | None,
+    budgets: list[str],
+    device: torch.device,
+    speaks: bool,
+) -> list[Row]:
+    """All rows of a shape, the floor's first."""
+    say = print if speaks else _silent
+    say(f"# {shape}", flush=True)
+    inputs = workload.make_inputs(shape, DTYPES[args.dtype], device, args.data, args.ignored, args.seed)
+    problem = workload.make_problem(shape, inputs, group)
+    expected = None if args.no_errors else accuracy.reference(problem, inputs[1])
+    del inputs
+    entries = prepare(args, problem, budgets)
+    for entry in entries:
+        _guarded(entry, group, partial(_check, entry, problem, expected, args.forward_only))
+        say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
+    del expected
+    if args.graph:
+        entries += _graphs(entries, problem)
+    _time(args, entries, problem)
+    if args.profile:
+        for entry in entries:
+            _guarded(entry, group, partial(_profile, entry, device))
+            if entry.row.kernels:
+                say(f"\n{entry.row.label}\n{kernel_table.format_kernel_table(entry.row.kernels)}", flush=True)
+    rows = [entry.row for entry in entries]
+    del entries, problem
+    _collect(device)
+    return rows
+
+
+def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[str]) -> list[Entry]:
+    """The floor, whole and cut as the chunked methods are, then the methods."""
+    shape, forward_only = problem.shape, args.forward_only
+
+    row = partial(Row.of, shape, problem.num_ranks)
+
+    name = "floor: logits GEMM" if forward_only else "floor: 3 GEMMs"
+    entries = [Entry(row(name), floor.gemms(problem, None, forward_only), is_floor=True)]
+    settings: list[tuple[str, dict[str, Any]]] = [(f"rows={n}", {"chunk_rows": n}) for n in args.chunk_rows]
+    settings += [(f"budget={_mebibytes(text)}", {"logits_budget": text}) for text in budgets]
+    settings = settings or [("", {})]
+    by_method = []
+    for method in args.methods:
+        for setting, chunking in settings if method.chunked else [("", {})]:
+            rows = None
+            if method.chunked:
+                itemsize = max(problem.hidden.dtype.itemsize, 4 if "fp32-logits" in method.name else 0)
+                budget = parse_bytes("logits_budget", chunking.get("logits_budget", "512MiB"))
+                columns = -(-shape.vocab_size // problem.num_ranks)
+                rows = planned_rows(shape.num_tokens, columns, itemsize, budget, chunking.get("chunk_rows"))
+            entry = Entry(row(method.name, setting, rows))
+            by_method.append(entry)
+            _guarded(entry, problem.group, partial(_build, entry, method, problem, chunking, args))
+    for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):
+        if n < shape.num_tokens:
+            cut = floor.gemms(problem, n, forward_only)
+            entries.append(Entry(row(f"{name}, cut", f"rows={n}", n), cut, is_floor=True))
+    return entries + by_method
+
+
+def _build(
+    entry: Entry,
+    method: methods.Method,
+    problem: workload.Problem,
+    chunking: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    entry.program = methods.build(method, problem, chunking, args.skip_ignored)
+    entry.step = partial(entry.program.run, args.forward_only)
+
+
+def _check(entry: Entry, problem: workload.Problem, expected: accuracy.Reference | None, forward_only: bool) -> None:
+    """The first calls: errors, then the extra peak once everything is compiled."""
+    assert entry.step is not None
+    result = entry.step()
+    if entry.program is not None:
+        assert isinstance(result, torch.Tensor)
+        if expected is not None:
+            entry.row.errors = accuracy.errors(result, entry.program, expected, problem.group)
+        entry.step()
+        entry.program.hidden.grad = entry.program.weight.grad = None
+        del result
+    entry.row.extra_peak_bytes = measure.extra_peak(entry.step, problem)
+    if entry.program is not None:
+        entry.program.hidden.grad = entry.program.weight.grad = None
+
+
+def _guarded(entry: Entry, group: dist.ProcessGroup | None, work: Callable[[], None]) -> None:
+    """One method that fails must not lose the others: what it raised becomes its row. All ranks drop it together."""
+    if entry.row.status != "ok":
+        return
+    status, reason = "ok", ""
+    try:
+        work()
+    except methods.Unavailable as error:
+        status, reason = "unavailable", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        status, reason = "failed", _reason(error)
+    outcomes: list[tuple[str, str]] = [(status, reason)]
+    if group is not None:
+        outcomes = [("", "")] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, (status, reason), group=group)
+    worst = next((o for o in outcomes if o[0] == "failed"), next((o for o in outcomes if o[0] != "ok"), None))
+    if worst is not None:
+        entry.row.status, entry.row.reason = worst
+        entry.step = entry.program = None
+        gc.collect()
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _profile(entry: Entry, device: torch.device) -> None:
+    if entry.step is not None:
+        entry.row.kernels = kernel_table.kernel_table(entry.step, device)
+
+
+def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
+    """CUDA-graph replays of the floor and of the package's methods."""
+    graphs = []
+    for entry in entries:
+        if (
+            entry.step is None
+            or entry.row.status != "ok"
+            or not (entry.is_floor or entry.row.method.startswith("flce"))
+        ):
+            continue
+        source = entry.row
+        row = Row(**{**vars(source), "method": f"{source.method} (graph)", "extra_peak_bytes": None, "errors": {}})
+        graph = Entry(row)
+        _guarded(graph, problem.group, partial(_capture, graph, entry.step, problem))
+        graphs.append(graph)
+    return graphs
+
+
+def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem) -> None:
+    graph.step = measure.captured(step, problem)
+    graph.step()
+    measure.synchronize(problem.device)
+
+
+def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Problem) -> None:
+    ready = [entry for entry in entries if entry.step is not None and entry.row.status == "ok"]
+    steps = [entry.step for entry in ready if entry.step is not None]
+    for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
+        entry.row.seconds = seconds
+    whole = entries[0].row
+    cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor and "(graph)" not in entry.row.method}
+    cut[problem.shape.num_tokens] = whole
+    for entry in ready:
+        if whole.seconds:
+            entry.row.to_floor = report.median_ratio(entry.row.seconds, whole.seconds)
+        same_cut = cut.get(entry.row.chunk_rows) if entry.row.chunk_rows is not None else None
+        if same_cut is not None and same_cut.seconds:
+            entry.row.to_cut_floor = report.median_ratio(entry.row.seconds, same_cut.seconds)
+
+
+def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> None:
+    facts = report.environment(device, ["bench.py", *sys.argv[1:]])
+    print("\n" + report.table(rows))
+    versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("command", "date"))
+    print(f"\n{versions}")
+    print("MiB: extra peak above the inputs, " + ("caching allocator" if device.type == "cuda" else "CPU allocator"))
+    settings = {key: str(value) for key, value in vars(args).items()} | {
+        "methods": [method.name for method in args.methods]
+    }
+    path = args.out / "results.json"
+    report.write_json(path, rows, facts, settings)
+    print(f"wrote {path}")
+    if args.sweep:
+        base = args.shapes[0]
+        sizes = {"tokens": base.num_tokens, "vocab": base.vocab_size}.get(args.sweep)
+        title = f"{base}, {args.dtype}, {facts['device']}, torch {facts['torch']}"
+        if sizes is not None:
+            title = f"{base} with other {args.sweep}, {args.dtype}, {facts['device']}, torch {facts['torch']}"
+        for written in plots.plot_sweep(args.sweep, rows, title, args.out):
+            print(f"wrote {written}")
+
+
+def _mebibytes(text: str) -> str:
+    return f"{parse_bytes('budget', text) / 2**20:g}MiB"
+
+
+def _silent(*_: object, **__: object) -> None:
+    pass
+
+
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    exit_process(main, sys.argv[1:])

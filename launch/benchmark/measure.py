@@ -1,0 +1,127 @@
+"""Time, extra memory and CUDA-graph replay of steps.
+
+All steps of a problem are timed in turn within each round, in an order that rotates from round to round: a card's
+clock drifts with heat, and what is compared must see the same clock. Ratios are taken within a round, and their median
+over the rounds is the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .workload import Problem
+
+Step = Callable[[], object]
+
+WARM_UP_CALLS = 3
+MAX_CALLS = 200
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_rounds(steps: Sequence[Step], problem: Problem, rounds: int, round_seconds: float) -> list[list[float]]:
+    """Seconds of one call, of each step in each round: the slowest rank's.
+
+    Each step is called without timing first, then as often as fits `round_seconds` (at least once) between two events.
+    """
+    calls = []
+    for step in steps:
+        for _ in range(WARM_UP_CALLS - 1):
+            step()
+        estimate = _slowest([_time_calls(step, 1, problem)], problem)[0]
+        calls.append(max(1, min(MAX_CALLS, round(round_seconds / max(estimate, 1e-7)))))
+    seconds = [[0.0] * rounds for _ in steps]
+    for r in range(rounds):
+        for k in range(len(steps)):
+            i = (k + r) % len(steps)
+            steps[i]()
+            seconds[i][r] = _time_calls(steps[i], calls[i], problem)
+    slowest = _slowest([s for row in seconds for s in row], problem)
+    return [slowest[i * rounds : (i + 1) * rounds] for i in range(len(steps))]
+
+
+def _time_calls(step: Step, calls: int, problem: Problem) -> float:
+    device = problem.device
+    _align_ranks(problem)
+    if device.type == "cuda":
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            step()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / calls
+    began = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - began) / calls
+
+
+def _align_ranks(problem: Problem) -> None:
+    """So that no rank's time holds another's delay from before."""
+    synchronize(problem.device)
+    if problem.group is not None:
+        dist.all_reduce(torch.zeros(1, device=problem.device), group=problem.group)
+        synchronize(problem.device)
+
+
+def _slowest(seconds: list[float], problem: Problem) -> list[float]:
+    if problem.group is None:
+        return seconds
+    values = torch.tensor(seconds, dtype=torch.float64, device=problem.device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=problem.group)
+    return list(values.tolist())
+
+
+def extra_peak(step: Step, problem: Problem) -> int:
+    """Bytes at the peak of one call above those alive before it: the caching allocator's on CUDA, those of torch's
+    CPU allocator (temporaries inside of operations included) on CPU. The rank with the most counts."""
+    device = problem.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+    else:
+        peak = _cpu_peak(step)
+    return int(_slowest([float(peak)], problem)[0])
+
+
+def _cpu_peak(step: Step) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    results = profile.profiler.kineto_results
+    assert results is not None
+    allocations = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for _, num_bytes in sorted(allocations, key=lambda event: event[0]):
+        alive += num_bytes
+        peak = max(peak, alive)
+    return peak
+
+
+def captured(step: Step, problem: Problem) -> Step:
+    """The step as a CUDA graph, and its replay as a step. The gradients of the captured call stay where they are."""
+    device = problem.device
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_CALLS):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread asks for the state of events meanwhile, which a capture of all threads would forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay

@@ -1,0 +1,139 @@
+"""Results as rows: a table to read, a JSON file to keep."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .workload import Shape
+
+MEBIBYTE = 2**20
+PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "fla-core", "megatron-core", "verl", "numpy")
+
+
+@dataclass
+class Row:
+    """One method with one setting on one shape. What was not measured is None.
+
+    Args:
+        status: "ok", "unavailable" (not installed, or not for this number of ranks) or "failed".
+        chunk_rows: rows of a chunk, for what works in chunks.
+        seconds: of one call, for each round; the slowest rank's.
+        to_floor: median over the rounds of the time over the whole GEMMs' time.
+        to_cut_floor: the same over the GEMMs cut into the same chunks.
+        extra_peak_bytes: see `measure.extra_peak`.
+        errors: see `accuracy.errors`.
+    """
+
+    shape: str
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    num_ranks: int
+    method: str
+    setting: str = ""
+    chunk_rows: int | None = None
+    status: str = "ok"
+    reason: str = ""
+    seconds: list[float] = field(default_factory=list)
+    to_floor: float | None = None
+    to_cut_floor: float | None = None
+    extra_peak_bytes: int | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_ranks: int, method: str, setting: str = "", chunk_rows: int | None = None, **more: Any
+    ) -> Row:
+        sizes = (shape.num_tokens, shape.hidden_size, shape.vocab_size)
+        return cls(shape.name, *sizes, num_ranks, method, setting, chunk_rows, **more)
+
+    @property
+    def ms(self) -> float | None:
+        return 1e3 * statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} {self.setting}".strip()
+
+
+def median_ratio(seconds: Sequence[float], floor_seconds: Sequence[float]) -> float:
+    """Median of the ratios of the rounds, in which both saw the same clock."""
+    return statistics.median(a / b for a, b in zip(seconds, floor_seconds, strict=True))
+
+
+def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """Machine, versions and command that the figures belong to."""
+    found: dict[str, Any] = {
+        "command": " ".join(command),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda
+        found["device_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line a row; shapes are headings."""
+    header = (
+        f"{'method':<36}{'chunk':>7}{'ms':>10}{'/floor':>8}{'/cut':>7}{'MiB':>9}"
+        f"{'loss err':>10}{'dX err':>9}{'rows p99':>10}{'dW err':>9}"
+    )
+    lines: list[str] = []
+    heading = None
+    for row in rows:
+        ranks = f", {row.num_ranks} ranks" if row.num_ranks > 1 else ""
+        this = f"{row.shape} (N {row.num_tokens} H {row.hidden_size} V {row.vocab_size}{ranks})"
+        if this != heading:
+            lines += ["", this, header]
+            heading = this
+        lines.append(_line(row))
+    return "\n".join(lines[1:])
+
+
+def _line(row: Row) -> str:
+    start = f"{row.label:<36}{_number(row.chunk_rows, 'd'):>7}"
+    if row.status != "ok":
+        return f"{row.label:<36}{row.status.upper()}: {row.reason}"
+    peak = None if row.extra_peak_bytes is None else row.extra_peak_bytes / MEBIBYTE
+    digits = ".1f" if peak is not None and peak < 100 else ".0f"
+    error = row.errors.get
+    return (
+        f"{start}{_number(row.ms, '.3f'):>10}{_number(row.to_floor, '.3f'):>8}{_number(row.to_cut_floor, '.3f'):>7}"
+        f"{_number(peak, digits):>9}{_number(error('loss_error'), '.1e'):>10}{_number(error('hidden_error'), '.1e'):>9}"
+        f"{_number(error('hidden_row_error_p99'), '.1e'):>10}{_number(error('weight_error'), '.1e'):>9}"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def write_json(path: Path, rows: Sequence[Row], facts: dict[str, Any], settings: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "environment": facts,
+        "settings": settings,
+        "rows": [asdict(row) | {"ms": row.ms, "label": row.label} for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,25 @@
+"""Fixtures of the tests that need CUDA."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.support import NUM_WORKERS, DevicePool
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def two_gpus() -> Iterator[DevicePool]:
+    """Two processes with a GPU each, over NCCL."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < NUM_WORKERS:
+        pytest.skip("needs two CUDA devices: run `pytest -m gpu` on a machine with them")
+    pool = DevicePool("nccl" if DEVICE == "cuda" else "gloo")
+    yield pool
+    pool.close()

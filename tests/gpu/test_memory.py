@@ -1,0 +1,103 @@
+"""What a step allocates on a GPU, and what stays reserved over many steps (field report B42)."""
+
+import random
+
+import pytest
+import torch
+
+from flce_dist import linear_cross_entropy
+from flce_dist.plan import chunk_rows, row_stride
+from tests.gpu.support import free_memory
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = 512 * 2**20
+VOCAB, WIDTH = 128256, 2048
+
+
+def step(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **options: object) -> None:
+    hidden.grad = weight.grad = None
+    linear_cross_entropy(hidden, weight, target, **options).backward()  # type: ignore[union-attr,arg-type]
+
+
+def make(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(tokens, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    return hidden, torch.randint(VOCAB, (tokens,), device=device)
+
+
+@pytest.fixture
+def weight(device: torch.device) -> torch.Tensor:
+    free_memory()
+    return (torch.randn(VOCAB, WIDTH, device=device, dtype=torch.bfloat16) / WIDTH**0.5).requires_grad_()
+
+
+@pytest.mark.parametrize("name", ["plain", "fp32-accumulation", "fp32-logits", "forward-only"])
+@pytest.mark.parametrize("tokens", [1, 100, 1000, 4097, 8192])
+def test_extra_peak_is_the_sum_of_the_named_buffers(
+    device: torch.device, weight: torch.Tensor, tokens: int, name: str
+) -> None:
+    options = {"fp32-accumulation": {"accum_dtype": torch.float32}, "fp32-logits": {"logits_dtype": torch.float32}}
+    itemsize = 4 if name == "fp32-logits" else 2
+    rows = chunk_rows(tokens, VOCAB, itemsize, BUDGET)
+    logits = rows * row_stride(VOCAB) * itemsize
+    hidden_grad, weight_grad = tokens * WIDTH * 2, VOCAB * WIDTH * 2
+    named = logits + hidden_grad + weight_grad
+    if name == "fp32-accumulation":
+        # The accumulator; the chunk's logits are gone when the gradient is cast to the weight's dtype.
+        named = hidden_grad + 2 * weight_grad + max(logits, weight_grad)
+    elif name == "forward-only":
+        named = logits
+    hidden, target = make(tokens, device)
+
+    def run() -> None:
+        with torch.set_grad_enabled(name != "forward-only"):
+            loss = linear_cross_entropy(hidden, weight, target, **options.get(name, {}))
+        if name != "forward-only":
+            loss.backward()
+
+    run()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    extra = torch.cuda.max_memory_allocated() - before
+    # Per-token vectors beside the buffers; the workspace of the GEMM library exists since the first call.
+    per_token = tokens * 200 + 2**16
+    assert extra <= 1.02 * named + per_token, f"{extra / 2**20:.1f} MiB, the buffers are {named / 2**20:.1f} MiB"
+
+
+def test_b42_no_block_of_all_logits(device: torch.device, weight: torch.Tensor) -> None:
+    hidden, target = make(8000, device)
+    step(hidden, weight, target)
+    hidden.grad = weight.grad = None
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=10_000)
+    try:
+        step(hidden, weight, target)
+        torch.cuda.synchronize()
+        traces = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    sizes = sorted((entry["size"] for entry in traces if entry["action"] == "alloc"), reverse=True)
+    assert sizes, "nothing was recorded"
+    assert sizes[0] <= max(BUDGET, VOCAB * WIDTH * 2) * 1.01, [f"{size / 2**20:.0f} MiB" for size in sizes[:6]]
+    logits = [size for size in sizes if size > 0.9 * BUDGET]
+    assert len(logits) <= 2, "the chunk's logits and the weight gradient are the only large blocks"
+
+
+def test_b42_reserved_memory_does_not_creep(device: torch.device, weight: torch.Tensor) -> None:
+    """200 steps of random length: reserved at most 1.2 times the allocated peak, and no growth in the second half."""
+    generator = random.Random(0)
+    hidden, target = make(8192, device)
+    step(hidden, weight, target)
+    del hidden, target
+    free_memory()
+    halfway = 0
+    for i in range(200):
+        hidden, target = make(generator.randint(1000, 8192), device)
+        step(hidden, weight, target)
+        if i == 99:
+            halfway = torch.cuda.max_memory_reserved()
+    reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    assert reserved <= 1.2 * allocated, f"{reserved / 2**20:.0f} MiB reserved, {allocated / 2**20:.0f} MiB allocated"
+    assert reserved <= 1.02 * halfway, f"{halfway / 2**20:.0f} MiB after 100 steps, {reserved / 2**20:.0f} after 200"

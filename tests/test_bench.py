@@ -1,0 +1,217 @@
+"""launch/bench.py and launch/gpu_check.py on the CPU: figures, rows of what failed or is missing, sharded runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bench
+import gpu_check
+from benchmark import accuracy, floor, measure, methods, report, workload
+from benchmark.methods import Method, Program
+from benchmark.workload import Problem, Shape
+from tests.kit import compare, oracle
+from tests.kit.workers import Context, Pool
+
+QUICK = ["--device", "cpu", "--rounds", "2", "--round-seconds", "0.001"]
+TINY = Shape("tiny", 48, 16, 301)
+CPU = torch.device("cpu")
+
+
+def run(out: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code and rows by label."""
+    code = bench.main([*QUICK, "--out", str(out), *arguments])
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    return code, {row["label"]: row for row in rows}
+
+
+def problem(shape: Shape = TINY, dtype: torch.dtype = torch.float32, ignored: float = 0.0) -> Problem:
+    return workload.make_problem(shape, workload.make_inputs(shape, dtype, CPU, "random", ignored, 0), None)
+
+
+def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows = run(tmp_path, "--shapes", "48,16,301", "--methods", "flce,eager", "--chunk-rows", "16,48")
+    assert code == 0
+    assert list(rows) == ["floor: 3 GEMMs", "floor: 3 GEMMs, cut rows=16", "flce rows=16", "flce rows=48", "eager"]
+    for row in rows.values():
+        assert row["status"] == "ok"
+        assert len(row["seconds"]) == 2
+        assert row["ms"] > 0
+        assert row["to_floor"] > 0
+    for label in ("flce rows=16", "flce rows=48", "eager"):
+        assert rows[label]["errors"]["hidden_error"] < 1e-5
+        assert rows[label]["errors"]["weight_error"] < 1e-5
+        # Both gradients are part of what a step allocates.
+        assert rows[label]["extra_peak_bytes"] >= 4 * (48 * 16 + 301 * 16)
+    assert rows["flce rows=16"]["extra_peak_bytes"] < rows["flce rows=48"]["extra_peak_bytes"]
+    assert rows["flce rows=16"]["to_cut_floor"] > 0
+    assert "flce rows=16" in capsys.readouterr().out
+
+
+def test_forward_only_and_ignored_tokens(tmp_path: Path) -> None:
+    code, rows = run(
+        tmp_path, "--shapes", "48,16,301", "--methods", "flce,eager", "--forward-only", "--ignored", "0.75",
+        "--skip-ignored", "--data", "trained",
+    )  # fmt: skip
+    assert code == 0
+    assert "floor: logits GEMM" in rows
+    assert rows["flce"]["errors"].keys() == {"loss_error"}
+    assert rows["flce"]["errors"]["loss_error"] < 1e-5
+
+
+def test_what_is_not_installed_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Problem) -> Program:
+        import a_package_that_nobody_has  # type: ignore[import-not-found]
+
+        return a_package_that_nobody_has.program()
+
+    monkeypatch.setitem(methods.METHODS, "missing", Method("missing", missing))
+    code, rows = run(tmp_path, "--shapes", "8,4,20", "--methods", "missing,megatron,flce")
+    assert code == 0
+    assert rows["missing"]["status"] == "unavailable"
+    assert "a_package_that_nobody_has" in rows["missing"]["reason"]
+    assert rows["megatron"]["status"] == "unavailable"
+    assert "several ranks" in rows["megatron"]["reason"]
+    assert rows["flce"]["status"] == "ok"
+
+
+def test_a_method_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Problem) -> Program:
+        raise RuntimeError("out of luck")
+
+    def fails_in_backward(given: Problem) -> Program:
+        return Program(lambda: given.hidden.detach().sum(), given.hidden, given.weight)
+
+    monkeypatch.setitem(methods.METHODS, "fails", Method("fails", fails))
+    monkeypatch.setitem(methods.METHODS, "late", Method("late", fails_in_backward))
+    code, rows = run(tmp_path, "--shapes", "8,4,20", "--methods", "fails,late,flce")
+    assert code == 1
+    assert rows["fails"]["status"] == rows["late"]["status"] == "failed"
+    assert "out of luck" in rows["fails"]["reason"]
+    assert rows["flce"]["status"] == "ok"
+    assert rows["flce"]["to_floor"] > 0
+
+
+def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = workload.make_inputs
+
+    def some(shape: Shape, *rest: Any) -> Any:
+        if shape.num_tokens == 9:
+            raise MemoryError("too large")
+        return make(shape, *rest)
+
+    monkeypatch.setattr(workload, "make_inputs", some)
+    code, rows = run(tmp_path, "--shapes", "9,4,20", "8,4,20", "--methods", "flce")
+    assert code == 1
+    assert "too large" in rows["all methods"]["reason"]
+    assert rows["flce"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("sweep", ["tokens", "budget"])
+def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str) -> None:
+    pytest.importorskip("matplotlib")
+    budgets = ["--budgets", "4KiB,16KiB"] if sweep == "budget" else []
+    code, _ = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce,eager", "--sweep", sweep, *budgets)
+    assert code == 0
+    for name in ("time", "memory", "ratio"):
+        assert (tmp_path / f"{sweep}-{name}.png").stat().st_size > 1000
+
+
+def test_a_profile_names_the_matrix_products(tmp_path: Path) -> None:
+    _, rows = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce", "--profile")
+    assert "aten::mm" in [kernel["name"] for kernel in rows["flce"]["kernels"]]
+
+
+@pytest.mark.parametrize("arguments", [["--methods", "flce,nothing"], ["--shapes", "tiny,3"], ["--budgets", "4apples"]])
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--device", "cpu", *arguments])
+    assert arguments[1].split(",")[-1] in capsys.readouterr().err
+
+
+def test_the_reference_is_the_oracle() -> None:
+    given = problem(ignored=0.3)
+    found = accuracy.reference(given, given.weight)
+    expected = oracle.reference(given.hidden, given.weight, given.target)
+    compare.assert_close(found.loss, expected.loss, 1e-12, "loss")
+    compare.assert_close(found.hidden_grad, expected.hidden_grad, 1e-12, "hidden gradient")
+    compare.assert_close(found.weight_grad, expected.weight_grad, 1e-12, "weight gradient")
+
+
+def test_errors_are_those_that_were_made() -> None:
+    given = problem()
+    expected = accuracy.reference(given, given.weight)
+    program = Program(lambda: given.hidden.sum(), given.hidden, given.weight)
+    given.hidden.grad = (1.01 * expected.hidden_grad).float()
+    given.weight.grad = (0.98 * expected.weight_grad).float()
+    found = accuracy.errors(1.1 * expected.loss, program, expected, None)
+    assert found["loss_error"] == pytest.approx(0.1, rel=1e-4)
+    assert found["hidden_error"] == pytest.approx(0.01, rel=1e-3)
+    assert found["hidden_row_error_p99"] == pytest.approx(0.01, rel=1e-3)
+    assert found["weight_error"] == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 20])
+def test_the_floor_multiplies_what_the_loss_multiplies(chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.kit.trace import Trace
+
+    given = problem()
+    with Trace() as bare:
+        floor.gemms(given, chunk_rows, forward_only=False)()
+    with Trace() as full:
+        methods.build(methods.METHODS["flce"], given, {"chunk_rows": chunk_rows}, False).run(forward_only=False)
+    assert [e.name for e in bare.matrix_products] == [e.name for e in full.matrix_products]
+    assert [e.shapes for e in bare.matrix_products] == [e.shapes for e in full.matrix_products]
+
+
+def test_the_extra_peak_on_the_cpu_counts_what_is_alive_together() -> None:
+    def step() -> None:
+        for _ in range(3):
+            a = torch.zeros(2**18)
+            del a
+        b, c = torch.zeros(2**17), torch.zeros(2**18)
+        del b, c
+
+    peak = measure.extra_peak(step, problem())
+    assert 4 * (2**18 + 2**17) <= peak < 4 * (2**18 + 2**17) * 1.05
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """A card that slows down by half in one round slows both."""
+    assert report.median_ratio([1.1, 2.2, 1.2], [1.0, 2.0, 1.0]) == pytest.approx(1.1)
+
+
+def test_trained_inputs_look_trained() -> None:
+    shape = Shape("head", 1024, 64, 2000)
+    hidden, weight, target = workload.make_inputs(shape, torch.float32, CPU, "trained", 0.0, 0)
+    assert torch.nn.functional.cross_entropy(hidden @ weight.T, target).item() == pytest.approx(2.3, abs=0.1)
+    share = weight.mean(0).norm() / weight.norm(dim=1).mean()
+    assert share.item() == pytest.approx(workload.COMMON_SHARE, abs=0.03)
+
+
+def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
+    args = bench.parse_arguments([*QUICK, "--methods", names])
+    rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, False)
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
+    first, second = workers.run(2, _measure, "flce,flce-fp32-reduce,flce-sharded-tokens,eager,loss_parallel")
+    assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
+    found = {row["method"]: row for row in first}
+    for name in ("flce", "flce-fp32-reduce", "flce-sharded-tokens"):
+        assert found[name]["status"] == "ok", found[name]["reason"]
+        assert found[name]["errors"]["hidden_error"] < 1e-5
+        assert found[name]["errors"]["weight_error"] < 1e-5
+    assert found["eager"]["status"] == "unavailable"
+    assert "equal shards" in found["loss_parallel"]["reason"]
+
+
+def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: run `python launch/gpu_check.py`")
+    assert gpu_check.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
