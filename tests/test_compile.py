@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import VocabParallelHead, linear_cross_entropy
-from tests.kit import compare
+from tests.kit import compare, oracle
 from tests.kit.cases import Case, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
 
@@ -139,3 +139,45 @@ def test_second_backward_of_a_compiled_graph(reduction: str) -> None:
     for grads in (kept, first, second):
         compare.assert_close(grads[0], expected.hidden_grad, 1e-5, "hidden gradient")
         compare.assert_close(grads[1], expected.weight_grad, 1e-5, "weight gradient")
+
+
+def test_a_bad_target_in_a_graph_is_an_error() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case())
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    compiled(full.hidden, full.weight, full.target)
+    target = full.target.clone()
+    target[5] = 21
+    with pytest.raises(IndexError, match="21"):
+        compiled(full.hidden, full.weight, target)
+
+
+def test_gradients_under_autocast_in_a_graph() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case(lead=(40,), hidden_size=16, vocab_size=64))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear_cross_entropy(hidden, weight, full.target)
+
+    torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight).backward()
+    expected = oracle.reference(hidden.bfloat16(), weight.bfloat16(), full.target)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+    compare.assert_close(hidden.grad, expected.hidden_grad, compare.TOL16.grad, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, compare.TOL16.grad, "weight gradient")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inductor(reduction: str) -> None:
+    """The default backend; it needs a C++ compiler on a CPU."""
+    torch._dynamo.reset()
+    full = make_inputs(Case(reduction=reduction))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    compiled = torch.compile(lambda h, w: linear_cross_entropy(h * 1.0, w, full.target, reduction=reduction) * 1.0)
+    compiled(hidden, weight).backward(full.upstream)
+    expected = reference_of(Case(reduction=reduction))
+    compare.assert_close(hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, 1e-5, "weight gradient")
