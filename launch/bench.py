@@ -31,6 +31,9 @@ from flce_dist.options import parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+OURS = "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits"
+RIVALS = "eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
+SHARDED_RIVALS = "loss_parallel,cce,fla,fla-bf16-accum,megatron,verl"
 SWEEP_FACTORS = {"tokens": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2), "vocab": (1 / 8, 1 / 4, 1 / 2, 1, 2)}
 SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
 
@@ -71,10 +74,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     on_gpu = args.device == "cuda"
     args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
     args.rounds = args.rounds or (12 if on_gpu else 5)
-    default = "flce,flce-fp32-accum,flce-fp32-logits,eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
-    sharded = "flce,flce-fp32-accum,flce-fp32-logits,fla-bf16-accum,fla,megatron,verl,loss_parallel,cce"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    args.methods = args.methods or ((sharded if ranks > 1 else default) if on_gpu else "flce,flce-torch-rows,eager")
+    rivals = SHARDED_RIVALS if ranks > 1 else RIVALS
+    args.methods = args.methods or (f"{OURS},{rivals}" if on_gpu else "flce,flce-fp32-accum,eager,loss_parallel")
     if args.graph and not on_gpu:
         parser.error("--graph needs CUDA")
     try:
@@ -248,6 +250,8 @@ def _guarded(entry: Entry, group: dist.ProcessGroup | None, work: Callable[[], N
     worst = next((o for o in outcomes if o[0] == "failed"), next((o for o in outcomes if o[0] != "ok"), None))
     if worst is not None:
         entry.row.status, entry.row.reason = worst
+        if entry.program is not None:
+            entry.program.hidden.grad = entry.program.weight.grad = None
         entry.step = entry.program = None
         gc.collect()
 

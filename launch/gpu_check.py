@@ -52,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("gpu_check: no CUDA device here; run it on a machine with an NVIDIA (or AMD, ROCm) GPU", file=sys.stderr)
         return 2
+    # The commands run in the repository's root.
+    args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     num_gpus = torch.cuda.device_count()
     lines = [Line("GPUs", f"{num_gpus} x {torch.cuda.get_device_name(0)}", f"torch {torch.__version__}")]
@@ -97,7 +99,11 @@ def tests(args: argparse.Namespace) -> list[Line]:
 def benchmark(args: argparse.Namespace, num_ranks: int) -> list[Line]:
     """The package beside the bare matrix products, and what else is installed."""
     out = args.out / f"bench-{num_ranks}"
-    methods = "flce,flce-fp32-accum,flce-fp32-logits,eager,compile" if num_ranks == 1 else "flce,flce-fp32-reduce"
+    methods = (
+        "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits,eager,compile"
+        if num_ranks == 1
+        else "flce,flce-narrow,flce-fp32-logits"
+    )
     options = ["--shapes", *args.shapes, "--methods", methods, "--rounds", "8", "--graph", "--out", str(out)]
     start = [sys.executable]
     if num_ranks > 1:
@@ -132,7 +138,7 @@ def _bench_line(row: dict[str, Any]) -> Line:
 
 
 def _run(command: list[str], log: Path, timeout: int) -> int:
-    """Exit code of the command, whose output goes to this terminal and to `log`; 124 when it took too long."""
+    """Exit code of the command, whose output goes to this terminal and to `log`; it is ended after `timeout` s."""
     # The packages of a checkout that is not installed, in the children too.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -140,23 +146,22 @@ def _run(command: list[str], log: Path, timeout: int) -> int:
     print("$", " ".join(command), flush=True)
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + timeout
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         assert process.stdout is not None
-        killer = threading.Timer(timeout, os.killpg, (process.pid, 9))
-        killer.start()
+        # SIGTERM: torchrun ends its workers then, and those of the tests end when their parent is gone.
+        timer = threading.Timer(timeout, process.terminate)
+        timer.start()
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 file.write(line)
             code = process.wait()
         finally:
-            killer.cancel()
-    if time.monotonic() >= deadline:
-        print(f"stopped after {timeout} s", flush=True)
-        return 124
+            timer.cancel()
+            process.kill()
+    if code < 0:
+        print(f"ended by signal {-code}, perhaps after {timeout} s", flush=True)
     return code
 
 

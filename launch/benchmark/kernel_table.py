@@ -24,7 +24,8 @@ def kernel_table(step: Step, device: torch.device) -> list[dict[str, Any]]:
         synchronize(device)
     rows = []
     for event in found.key_averages():
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
+        # Ranges that libraries annotate hold kernels that are counted by themselves.
+        if on_gpu and (event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation):
             continue
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micros > 0:

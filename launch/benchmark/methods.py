@@ -87,8 +87,12 @@ def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignor
         raise Unavailable(f"not installed: {error}") from error
 
 
+INPUT_DTYPE = "that of the inputs"
+
+
 def _flce(problem: Problem, sharded_tokens: bool = False, **options: Any) -> Program:
     hidden, target, tokens = problem.hidden, problem.target, slice(None)
+    options = {name: hidden.dtype if value == INPUT_DTYPE else value for name, value in options.items()}
     keywords: dict[str, Any] = {}
     if problem.group is not None:
         keywords = {"group": problem.group, "vocab_size": problem.shape.vocab_size}
@@ -244,10 +248,14 @@ METHODS = {
     method.name: method
     for method in (
         _flce_method("flce"),
+        _flce_method("flce-narrow", accum_dtype=INPUT_DTYPE, hidden_grad_reduce_dtype=INPUT_DTYPE),
         _flce_method("flce-fp32-accum", accum_dtype=FP32),
         _flce_method("flce-fp32-logits", logits_dtype=FP32),
+        _flce_method("flce-narrow-reduce", single=False, hidden_grad_reduce_dtype=INPUT_DTYPE),
         _flce_method("flce-fp32-reduce", single=False, hidden_grad_reduce_dtype=FP32),
-        _flce_method("flce-fp32-logits-reduce", single=False, logits_dtype=FP32, hidden_grad_reduce_dtype=FP32),
+        _flce_method(
+            "flce-fp32-logits-narrow-reduce", single=False, logits_dtype=FP32, hidden_grad_reduce_dtype=INPUT_DTYPE
+        ),
         _flce_method("flce-recompute", backward="recompute"),
         _flce_method("flce-torch-rows", backend="torch"),
         _flce_method("flce-sharded-tokens", single=False, sharded_tokens=True),

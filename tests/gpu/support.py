@@ -92,21 +92,6 @@ def free_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def median_ms(step: Callable[[], Any], calls: int = 11) -> float:
-    """Median milliseconds of a call on the GPU."""
-    for _ in range(3):
-        step()
-    times = []
-    for _ in range(calls):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
-
-
 def kernel_names(step: Callable[[], Any]) -> list[str]:
     """Names of the kernels that one call of `step` launches, in order of time."""
     from torch.profiler import ProfilerActivity, profile
@@ -116,7 +101,8 @@ def kernel_names(step: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as found:
         step()
         torch.cuda.synchronize()
-    cuda = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = torch.autograd.DeviceType.CUDA
+    cuda = [e for e in found.events() if e.device_type == on_gpu and not e.is_user_annotation]
     return [event.name for event in sorted(cuda, key=lambda event: event.time_range.start)]
 
 
