@@ -112,6 +112,20 @@ def test_targets_outside_the_vocabulary_in_evaluation_and_in_2_d() -> None:
         call(target=torch.tensor([1, 2, 3, 99, 5, 6], dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    "options", [{"class_weight": torch.rand(21)}, {"label_smoothing": 0.1}, {"token_scaling": True}]
+)
+def test_bad_targets_with_options(options: dict[str, Any]) -> None:
+    with pytest.raises(IndexError, match=r"21(.|\n)*\[0, 21\)"):
+        call(target=torch.tensor([0, 1, 2, 21, -100, 3]), **options)
+
+
+def test_the_position_of_a_bad_target_counts_ignored_tokens() -> None:
+    for skip_ignored in (False, True):
+        with pytest.raises(IndexError, match=r"99\D+4\D"):
+            call(target=torch.tensor([-100, -100, 1, -100, 99, 2]), skip_ignored=skip_ignored)
+
+
 def test_minus_100_is_bad_when_another_index_is_ignored() -> None:
     with pytest.raises(IndexError, match="-100"):
         call(ignore_index=0)

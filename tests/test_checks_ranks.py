@@ -86,6 +86,47 @@ def test_a_local_error_on_one_rank_is_raised_on_all(name: str, bad_rank: int, wo
     assert_all_raise([results[1 - bad_rank]], ("ValueError", "TypeError"), f"rank {bad_rank}", own.message)
 
 
+STRANGE = [None, "text", 3.5, -1, True, [1, 2], {"a": 1}, torch.zeros(2, 3, 4), torch.tensor(7), object]
+# What each argument takes of these.
+WELCOME: dict[str, list[Any]] = {
+    "bias": [None],
+    "class_weight": [None],
+    "token_weight": [None],
+    "normalizer": [None, 3.5, torch.tensor(7)],
+    "vocab_shard": [None],
+    "max_tokens": [None],
+    "reduce_hidden_grad": [True],
+    "hidden_grad_scale": [3.5, -1],
+    "softcap": [None, 3.5],
+    "logit_scale": [3.5, -1],
+    "ignore_index": [-1],
+    "chunk_rows": [None],
+    "skip_ignored": [True],
+    "accum_dtype": [None],
+    "z_loss": [3.5],
+}
+ARGUMENTS = ["hidden", "weight", "target", *WELCOME, "vocab_size", "aux", "hidden_layout", "reduction", "check_ranks"]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_strange_values_on_one_rank_are_raised_on_all(name: str, workers: Pool) -> None:
+    """A TypeError or ValueError that names the argument, not whatever the first use of the value happens to raise."""
+    welcome = {repr(value) for value in WELCOME.get(name, [])}
+    for at, value in enumerate(STRANGE):
+        if repr(value) in welcome:
+            continue
+        results = workers.outcomes(2, _strange, name, at, timeout=10)
+        assert_all_raise([results[1]], ("TypeError", "ValueError"), name)
+        assert_all_raise([results[0]], ("TypeError", "ValueError"), "rank 1")
+
+
+def _strange(ctx: Context, name: str, at: int) -> None:
+    keywords = arguments(ctx.rank, ctx.world)
+    if ctx.rank == 1:
+        keywords[name] = object() if STRANGE[at] is object else STRANGE[at]
+    linear_cross_entropy(**keywords, group=ctx.group)
+
+
 @pytest.mark.parametrize("bad_rank", [0, 2, 3])
 def test_a_local_error_on_one_of_four_ranks(bad_rank: int, workers: Pool) -> None:
     results = outcomes(workers, 4, {bad_rank: {"target": torch.zeros(N - 1, dtype=torch.int64)}})

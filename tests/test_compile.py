@@ -6,27 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
-from tests.kit import compare
-from tests.kit.cases import Case, Result, judge, loss_arguments, make_inputs, reference_of
+from flce_dist import VocabParallelHead, linear_cross_entropy
+from tests.kit import compare, oracle
+from tests.kit.cases import Case, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
 
 BACKEND = "aot_eager"  # traces as inductor does and needs no C++ compiler
 
 
 def _compiled(ctx: Context | None, case: Case) -> Result:
+    """The compiled loss and gradients; `aux` is asked for inside of the graph."""
     torch._dynamo.reset()
     rank, group = (0, None) if ctx is None or case.world == 1 else (ctx.rank, ctx.group)
     (hidden, weight, target), keywords = loss_arguments(case, rank, group)
-    keywords.pop("aux")
 
-    def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, **keywords) * 1.0
+    def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+        output = linear_cross_entropy(hidden, weight, target, **keywords)
+        return output if case.aux else (output * 1.0,)
 
-    loss = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, target)
-    loss.backward(make_inputs(case).upstream.to(loss.dtype))
+    output = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, target)
+    upstream = make_inputs(case).upstream
+    upstream = upstream[local_tokens(case, rank)] if case.reduction == "none" else upstream
+    output[0].backward(upstream.to(output[0].dtype))
     bias = keywords.get("bias")
-    return Result(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad, {})
+    aux = {name: getattr(output, name) for name in case.aux}
+    return Result(output[0].detach(), hidden.grad, weight.grad, None if bias is None else bias.grad, aux)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -44,11 +48,49 @@ def test_fullgraph(reduction: str, extra: dict[str, Any], options: Any) -> None:
     judge(case, [_compiled(None, case)])
 
 
-@pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fullgraph_sharded(world: int, reduction: str, workers: Pool) -> None:
-    case = Case(world=world, reduction=reduction, split="uneven")
-    judge(case, workers.run(world, _compiled, case))
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"split": "uneven"},
+        {"split": "padded", "aux": ("lse", "accuracy", "predictions", "num_valid", "entropy", "z_loss")},
+        {"tokens": (3, 10), "lead": (13,)},
+        {"options": (("skip_ignored", True), ("backward", "recompute"))},
+    ],
+    ids=["uneven", "aux", "token sharded", "skip"],
+)
+def test_fullgraph_sharded(reduction: str, extra: dict[str, Any], workers: Pool) -> None:
+    case = Case(world=2, reduction=reduction, **extra)
+    judge(case, workers.run(2, _compiled, case))
+
+
+def _compiled_head(ctx: Context) -> Tensor:
+    """Three steps of a compiled model that ends in the head; the full weight afterwards."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    body = torch.nn.Linear(8, 8)
+    head = VocabParallelHead(8, 21, ctx.group)
+
+    def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+        return head(torch.tanh(body(hidden)), target)
+
+    step = torch.compile(loss_of, backend=BACKEND)
+    optimizer = torch.optim.SGD([*body.parameters()], lr=0.1)
+    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for seed in range(3):
+        full = make_inputs(Case(seed=seed))
+        step(full.hidden, full.target).backward()
+        for o in (optimizer, head_optimizer):
+            o.step()
+            o.zero_grad()
+    weight = head.weight.detach()
+    return weight.full_tensor() if ctx.world > 1 else weight
+
+
+def test_a_compiled_model_trains_as_an_eager_one(workers: Pool) -> None:
+    one = workers.run(1, _compiled_head)[0]
+    for weight in workers.run(2, _compiled_head):
+        compare.assert_close(weight, one.double(), 1e-5, "weight after 3 steps")
 
 
 def test_at_most_3_recompilations_over_10_token_counts() -> None:
@@ -97,3 +139,45 @@ def test_second_backward_of_a_compiled_graph(reduction: str) -> None:
     for grads in (kept, first, second):
         compare.assert_close(grads[0], expected.hidden_grad, 1e-5, "hidden gradient")
         compare.assert_close(grads[1], expected.weight_grad, 1e-5, "weight gradient")
+
+
+def test_a_bad_target_in_a_graph_is_an_error() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case())
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    compiled(full.hidden, full.weight, full.target)
+    target = full.target.clone()
+    target[5] = 21
+    with pytest.raises(IndexError, match="21"):
+        compiled(full.hidden, full.weight, target)
+
+
+def test_gradients_under_autocast_in_a_graph() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case(lead=(40,), hidden_size=16, vocab_size=64))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear_cross_entropy(hidden, weight, full.target)
+
+    torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight).backward()
+    expected = oracle.reference(hidden.bfloat16(), weight.bfloat16(), full.target)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+    compare.assert_close(hidden.grad, expected.hidden_grad, compare.TOL16.grad, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, compare.TOL16.grad, "weight gradient")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inductor(reduction: str) -> None:
+    """The default backend; it needs a C++ compiler on a CPU."""
+    torch._dynamo.reset()
+    full = make_inputs(Case(reduction=reduction))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    compiled = torch.compile(lambda h, w: linear_cross_entropy(h * 1.0, w, full.target, reduction=reduction) * 1.0)
+    compiled(hidden, weight).backward(full.upstream)
+    expected = reference_of(Case(reduction=reduction))
+    compare.assert_close(hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, 1e-5, "weight gradient")

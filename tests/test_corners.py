@@ -196,3 +196,19 @@ def test_low_rank_adapter_on_the_body() -> None:
     torch.nn.functional.cross_entropy(logits, full.target).backward()
     for a, b in zip(ours, theirs, strict=True):
         compare.assert_close(a.grad, b.grad, 1e-5, "adapter gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("gap", [2.0, 6.0, 8.0])
+def test_the_gradient_of_a_confident_target_is_rounded_once(dtype: torch.dtype, reduction: str, gap: float) -> None:
+    """p - 1 of a p near 1 is lost when p is rounded to 16 bits before the 1 is taken off."""
+    logits = torch.zeros(3, 16, dtype=dtype)
+    logits[torch.arange(3), torch.tensor([0, 7, 15])] = gap
+    hidden = logits.clone().requires_grad_()
+    target = torch.tensor([0, 7, 15])
+    linear_cross_entropy(hidden, torch.eye(16, dtype=dtype), target, reduction=reduction).sum().backward()
+    exact = logits.double().softmax(-1) - torch.nn.functional.one_hot(target, 16)
+    assert hidden.grad is not None
+    # fp16's numbers end at 6e-8, which is seen in absolute terms only.
+    torch.testing.assert_close(hidden.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=2.0**-24)

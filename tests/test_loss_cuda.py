@@ -52,6 +52,8 @@ def test_features_in_pairs(row: dict[str, Any]) -> None:
     if row["chunk_rows"] is not None:
         row = row | {"chunk_rows": 64}
     case = make_case(row)
+    if case.dtype == torch.float16 and row["token_scaling"]:
+        pytest.skip("gradients of size 1e-6 are beyond fp16 without a loss scale; test_precision.py has them with one")
     expected = reference_of(case)
     tolerance = compare.BY_DTYPE[case.dtype]
     loss, hidden_grad, weight_grad, bias_grad = run(case)

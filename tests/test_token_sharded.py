@@ -221,3 +221,26 @@ def test_without_a_group_token_sharding_is_the_plain_loss() -> None:
     expected = reference_of(Case())
     loss = linear_cross_entropy(full.hidden, full.weight, full.target, hidden_layout="sharded")
     compare.assert_loss(loss, expected.loss, 1e-5)
+
+
+SMALL = {"lead": (40,), "hidden_size": 16, "vocab_size": 64, "chunk_rows": 16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [(20, 20), (3, 37), (0, 40)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("names", [(), ("hidden_grad_reduce_dtype",), ("accum_dtype", "logits_dtype")], ids=str)
+def test_16_bit(
+    dtype: torch.dtype, tokens: tuple[int, ...], reduction: str, names: tuple[str, ...], workers: Pool
+) -> None:
+    options = tuple((name, torch.float32) for name in names)
+    check(Case(world=2, tokens=tokens, dtype=dtype, reduction=reduction, options=options, **SMALL), workers)
+
+
+@pytest.mark.parametrize("tokens", [(6, 6), (0, 12), (2, 10)])
+@pytest.mark.parametrize("max_tokens", [12, 20])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_skipped_tokens_with_max_tokens(tokens: tuple[int, ...], max_tokens: int, ignored: str, workers: Pool) -> None:
+    row = {"tokens": tokens, "max_tokens": max_tokens, "skip_ignored": True, "ignored": ignored, "token_weight": True}
+    for reduction in ("mean", "none"):
+        check(make_case(row | {"reduction": reduction}), workers)

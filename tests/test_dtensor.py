@@ -1,0 +1,129 @@
+"""DTensor inputs: a sharded weight with a bias, and hidden states and targets that are replicated or token-sharded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from flce_dist import linear_cross_entropy
+from tests.kit import compare
+from tests.kit.cases import Case, make_inputs, reference_of
+from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
+
+
+def _run(ctx: Context, case: Case, layout: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    full = make_inputs(case)
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    tokens = Replicate() if layout == "replicated" else Shard(0)
+
+    def place(tensor: Tensor, placement: Any) -> Tensor:
+        return distribute_tensor(tensor.detach(), mesh, [placement])
+
+    hidden = place(full.hidden, tokens).requires_grad_()
+    weight = place(full.weight, Shard(0)).requires_grad_()
+    bias = None if full.bias is None else place(full.bias, Shard(0)).requires_grad_()
+    token_weight = None if full.token_weight is None else place(full.token_weight, tokens)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        place(full.target, tokens),
+        bias=bias,
+        token_weight=token_weight,
+        group=ctx.group,
+        hidden_layout=layout,
+        **keywords,
+    )
+    loss.backward(full.upstream)
+    found = {"loss": loss.detach(), "loss is plain": not isinstance(loss, DTensor)}
+    for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if leaf is not None:
+            assert isinstance(leaf.grad, DTensor)
+            found[name] = leaf.grad.full_tensor()
+            found[f"{name} placements"] = leaf.grad.placements
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_placements(world: int, layout: str, bias: bool, workers: Pool) -> None:
+    case = Case(lead=(12,), world=world, bias=bias, token_weight=True)
+    expected = reference_of(case)
+    for found in workers.run(world, _run, case, layout, {}):
+        assert found["loss is plain"]
+        compare.assert_loss(found["loss"], expected.loss, 1e-5)
+        compare.assert_close(found["hidden"], expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(found["weight"], expected.weight_grad, 1e-5, "weight gradient")
+        if bias:
+            compare.assert_close(found["bias"], expected.bias_grad, 1e-5, "bias gradient")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_partial_hidden_gradient_of_a_replicated_dtensor(world: int, workers: Pool) -> None:
+    """reduce_hidden_grad=False leaves partial sums, and the DTensor must say so."""
+    case = Case(lead=(12,), world=world)
+    expected = reference_of(case)
+    for found in workers.run(world, _run, case, "replicated", {"reduce_hidden_grad": False}):
+        compare.assert_close(found["hidden"], expected.hidden_grad, 1e-5, "hidden gradient, summed")
+
+
+def _wrong(ctx: Context, kind: str) -> None:
+    full = make_inputs(Case(lead=(12,), bias=True))
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    weight = distribute_tensor(full.weight, mesh, [Shard(0)])
+    hidden: Tensor = full.hidden
+    bias: Tensor | None = None
+    layout = "replicated"
+    if kind == "hidden sharded over tokens":
+        hidden = distribute_tensor(full.hidden, mesh, [Shard(0)])
+    elif kind == "hidden sharded over its width":
+        hidden = distribute_tensor(full.hidden, mesh, [Shard(1)])
+    elif kind == "hidden partial":
+        hidden = DTensor.from_local(full.hidden, mesh, [Partial()])
+    elif kind == "hidden replicated where sharded is said":
+        hidden, layout = distribute_tensor(full.hidden, mesh, [Replicate()]), "sharded"
+    elif kind == "plain bias":
+        bias = full.bias
+    else:
+        assert full.bias is not None
+        bias = distribute_tensor(full.bias, mesh, [Replicate()])
+    linear_cross_entropy(hidden, weight, full.target, bias=bias, group=ctx.group, hidden_layout=layout)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "hidden sharded over tokens",
+        "hidden sharded over its width",
+        "hidden partial",
+        "hidden replicated where sharded is said",
+        "plain bias",
+        "replicated bias",
+    ],
+)
+def test_placements_that_do_not_fit(kind: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _wrong, kind), ("ValueError", "TypeError"))
+
+
+def _two_dimensional(ctx: Context) -> Any:
+    """FSDP2 x TP on a (2, 2) mesh, as the weight is inside of the module that FSDP2 unsharded: Shard(0) on "tp"."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+    full = make_inputs(Case(seed=ctx.rank // 2))
+    weight = distribute_tensor(full.weight, mesh["tp"], [Shard(0)]).requires_grad_()
+    hidden = full.hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, full.target, group=mesh.get_group("tp"))
+    loss.backward(full.upstream)
+    assert weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad.full_tensor()
+
+
+def test_tensor_parallel_part_of_a_2_d_mesh(workers: Pool) -> None:
+    for rank, (loss, hidden_grad, weight_grad) in enumerate(workers.run(4, _two_dimensional)):
+        expected = reference_of(Case(seed=rank // 2))
+        compare.assert_loss(loss, expected.loss, 1e-5)
+        compare.assert_close(hidden_grad, expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(weight_grad, expected.weight_grad, 1e-5, "weight gradient")
