@@ -116,9 +116,8 @@ def test_more_processes_than_gpus_is_refused() -> None:
 
 
 def test_quickstart_makes_at_least_four_chunks_a_step() -> None:
-    from flce_dist.plan import chunk_rows
-
     from flce_dist import VocabShard
+    from flce_dist.plan import chunk_rows
     from trainer.config import loss_options
 
     config = override()
