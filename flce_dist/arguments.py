@@ -143,7 +143,7 @@ def checked_arguments(given: Given) -> tuple[Arguments, int | None]:
         group,
         str(given.options.get("check_ranks", "auto")),
         all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
-        given.vocab_size if args is None else args.shard.vocab_size,
+        None if args is None else args.shard.vocab_size,
         error,
         lambda: summarize(_present(args)),
     )

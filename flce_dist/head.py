@@ -21,7 +21,20 @@ from .shard import VocabShard
 _INIT_ROWS = 4096
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class _Grouped(nn.Module):
+    """A module with a process group, which is a handle: a copy of the module communicates over the same one."""
+
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.group)] = self.group
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        return clone
+
+
+class LinearCrossEntropyLoss(_Grouped):
     """`linear_cross_entropy` with its options bound; it has no parameters of its own.
 
     Args:
@@ -41,8 +54,8 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         LossOptions(**options)
         self.options = options
+        self.group = group
         self.call: dict[str, Any] = {
-            "group": group,
             "vocab_size": vocab_size,
             "vocab_shard": vocab_shard,
             "hidden_layout": hidden_layout,
@@ -52,10 +65,10 @@ class LinearCrossEntropyLoss(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **tensors: Any) -> Tensor | LossOutput:
         """The loss; `tensors` are the further arguments of `linear_cross_entropy` that change from call to call (bias,
         class_weight, token_weight, normalizer, max_tokens, aux). Collectives: those of `linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, target, **tensors, **self.call, **self.options)
+        return linear_cross_entropy(hidden, weight, target, group=self.group, **tensors, **self.call, **self.options)
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(_Grouped):
     """A language model's last linear layer and its loss, the vocabulary sharded over the ranks of `group`.
 
     `weight` (and `bias`) is a plain parameter `[V, H]` with one rank. With more it is a DTensor `Shard(0)` on the
@@ -77,6 +90,8 @@ class VocabParallelHead(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    raw_logits = False
+    """Whether logits are returned before `logit_scale` and `softcap`: for a model that applies them after its head."""
 
     def __init__(
         self,
@@ -192,14 +207,6 @@ class VocabParallelHead(nn.Module):
             f"{self.shard.stop}), bias={self.bias is not None}"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelHead:
-        # A process group is a handle: a copy of the module communicates over the same one.
-        memo[id(self.group)] = self.group
-        clone = self.__class__.__new__(self.__class__)
-        memo[id(self)] = clone
-        clone.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
-        return clone
-
     def _logits(self, hidden: Tensor) -> Tensor:
         weight: Tensor = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         bias: Tensor | None = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
@@ -211,6 +218,8 @@ class VocabParallelHead(nn.Module):
                 )
             hidden = _SumGradient.apply(hidden, self.group)
         logits = nn.functional.linear(hidden, weight, bias)
+        if self.raw_logits:
+            return logits
         if self.options.logit_scale != 1.0:
             logits = logits * self.options.logit_scale
         if self.options.softcap is not None:

@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"compare.py: {reference} and {name}: {error}", file=sys.stderr)
             return 2
         print(f"{name} - {reference}: largest difference {difference:.3g} at step {step} ({steps} steps compared)")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(curves, options.output)
     print(f"wrote {options.output}")
     return 0

@@ -278,3 +278,21 @@ def test_count_valid_tokens(ignore_index: int, expected: list[int], workers: Poo
 def test_count_valid_tokens_of_none() -> None:
     assert count_valid_tokens(torch.empty(0, dtype=torch.int64)).item() == 0
     assert count_valid_tokens(torch.tensor([1, -100], dtype=torch.int32)).item() == 1
+
+
+def _copies(ctx: Context) -> None:
+    import copy
+
+    hidden, target = torch.randn(4, H, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 20, 7])
+    head = VocabParallelHead(H, V, ctx.group)
+    twin = copy.deepcopy(head)
+    assert twin.group is head.group
+    assert local_of(twin.weight).data_ptr() != local_of(head.weight).data_ptr() or local_of(head.weight).numel() == 0
+    assert torch.equal(twin(hidden, target), head(hidden, target))
+    loss = copy.deepcopy(LinearCrossEntropyLoss(ctx.group, vocab_size=V))
+    assert torch.equal(loss(hidden, local_of(head.weight), target), head(hidden, target))
+
+
+def test_modules_can_be_copied(workers: Pool) -> None:
+    """An exponential moving average of the weights does so; a process group cannot be copied."""
+    workers.run(2, _copies)

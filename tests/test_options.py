@@ -76,7 +76,7 @@ BF16_AXES = AXES | {"dtype": [torch.bfloat16], "chunk_rows": [None, 64]}
 @pytest.mark.parametrize("row", all_pairs(BF16_AXES, allowed, seed=4)[:12], ids=case_id)
 def test_features_in_bfloat16(row: dict[str, Any], workers: Pool) -> None:
     """Tokens enough that the rounding of single logits, 4e-3 of each, averages out of the loss."""
-    check(make_case(row, lead=(160,), hidden_size=16, vocab_size=64), workers)
+    check(make_case(row, lead=(480,), hidden_size=16, vocab_size=64), workers)
 
 
 @pytest.mark.parametrize("aux", [*((name,) for name in AUX), AUX, AUX[::-1]], ids=str)

@@ -103,6 +103,16 @@ def test_the_models_own_loss_on_local_logits_is_an_error(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _own_loss), "RuntimeError", "sharded")
 
 
+def test_a_model_that_caps_after_its_head_caps_its_logits_once() -> None:
+    model = tiny("gemma2", final_logit_softcapping=3.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(50)  # far into the cap, where capping twice shows
+        before = model(input_ids=TEXT).logits
+        replace_head(model)
+        after = model(input_ids=TEXT).logits
+    torch.testing.assert_close(after, before)
+
+
 def test_without_a_group_the_stock_loss_and_generation_still_work() -> None:
     expected = stock("llama")[0]
     model = tiny()

@@ -57,6 +57,7 @@ def replace_head(
     if softcap is not None:
         options.setdefault("softcap", softcap)
     head = VocabParallelHead.from_linear(linear, group, **options)
+    head.raw_logits = True  # the model caps and scales them itself
     model.set_output_embeddings(head)
     if sharded:
         model.loss_function = _no_loss_on_logits
