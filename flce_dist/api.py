@@ -92,7 +92,7 @@ def linear_cross_entropy(
     """
     given = Given(
         hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,
-        hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, tuple(aux), options,
+        hidden_layout, max_tokens, reduce_hidden_grad, hidden_grad_scale, aux, options,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         from . import compiled  # it loads the compiler, and with it Triton
@@ -109,7 +109,7 @@ def linear_cross_entropy(
     with on_device(args.hidden.device):
         prepared = prepare(args, most_columns, needs)
         loss, stats, owned = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared.call, stats, owned)
+        check_targets(args, prepared, stats, owned)
         if args.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss

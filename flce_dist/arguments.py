@@ -4,6 +4,7 @@ shard's place found, everything checked on this rank."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
@@ -41,7 +42,7 @@ class Given(NamedTuple):
     max_tokens: int | None
     reduce_hidden_grad: bool
     hidden_grad_scale: float
-    aux: tuple[str, ...]
+    aux: Sequence[str]
     options: LossOptionsDict
 
 
@@ -112,7 +113,7 @@ def resolve(given: Given) -> Arguments:
         max_tokens=given.max_tokens,
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=float(given.hidden_grad_scale),
-        aux=given.aux,
+        aux=tuple(given.aux),
         options=options,
         rows=row_kernels(options.backend, hidden.device),
         shape=target.shape,
@@ -190,14 +191,21 @@ def _check_call(given: Given, options: LossOptions) -> None:
         raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {layout!r}')
     if layout == "replicated" and max_tokens is not None:
         raise ValueError('max_tokens is for hidden_layout="sharded"')
-    if layout == "sharded" and not given.reduce_hidden_grad:
+    if layout == "sharded" and given.reduce_hidden_grad is False:
         raise ValueError('reduce_hidden_grad=False is for hidden_layout="replicated"')
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
-        raise ValueError(f"max_tokens must be a non-negative int, got {max_tokens!r}")
+    for name, value, least in (("vocab_size", given.vocab_size, 1), ("max_tokens", max_tokens, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+    if not isinstance(given.reduce_hidden_grad, bool):
+        raise TypeError(f"reduce_hidden_grad must be true or false, got {given.reduce_hidden_grad!r}")
+    if given.normalizer is not None and options.reduction != "mean":
+        raise ValueError(f'normalizer replaces the divisors of reduction="mean", got reduction={options.reduction!r}')
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"hidden_grad_scale must be a number, got {scale!r}")
     if not math.isfinite(scale):
         raise ValueError(f"hidden_grad_scale must be finite, got {scale}")
+    if isinstance(given.aux, str) or not isinstance(given.aux, Sequence):
+        raise TypeError(f"aux must be a sequence of names, got {given.aux!r}")
     for name in given.aux:
         if name not in AUX_NAMES:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
@@ -245,9 +253,9 @@ def local_tensors(given: Given) -> Given:
         raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
     token_weight = given.token_weight
     return given._replace(
-        hidden=_local_tokens(given.hidden, given.hidden_layout),
-        target=_local_tokens(given.target, given.hidden_layout),
-        token_weight=None if token_weight is None else _local_tokens(token_weight, given.hidden_layout),
+        hidden=_local_tokens(given.hidden, given),
+        target=_local_tokens(given.target, given),
+        token_weight=None if token_weight is None else _local_tokens(token_weight, given),
     )
 
 
@@ -281,18 +289,18 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
     return given._replace(weight=weight.to_local(), bias=bias, vocab_size=None, vocab_shard=shard)
 
 
-def _local_tokens(tensor: Tensor, hidden_layout: str) -> Tensor:
+def _local_tokens(tensor: Tensor, given: Given) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.ndim == 1:
         placement = tensor.placements[0]
-        if hidden_layout == "replicated" and placement == Replicate():
-            return tensor.to_local(grad_placements=[Replicate()])
-        if hidden_layout == "sharded" and isinstance(placement, Shard) and placement.dim == 0:
+        if given.hidden_layout == "replicated" and placement == Replicate():
+            return tensor.to_local(grad_placements=[Replicate() if given.reduce_hidden_grad else Partial()])
+        if given.hidden_layout == "sharded" and isinstance(placement, Shard) and placement.dim == 0:
             return tensor.to_local()
     raise ValueError(
-        f'hidden_layout="{hidden_layout}" takes plain tensors or DTensors on a 1-D mesh, Replicate() for "replicated" '
-        f'and Shard(0) for "sharded"; got placements {tensor.placements} on {tensor.device_mesh}'
+        f'hidden_layout="{given.hidden_layout}" takes plain tensors or DTensors on a 1-D mesh, Replicate() for '
+        f'"replicated" and Shard(0) for "sharded"; got placements {tensor.placements} on {tensor.device_mesh}'
     )
 
 

@@ -85,22 +85,24 @@ def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> 
     return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
 
 
-def check_targets(args: Arguments, call: Call, stats: Tensor, owned: Tensor) -> None:
+def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:
     """
     Raises:
         IndexError: on all ranks, with value and place of a target that is on no rank or on two (`owned` is false); on a
             GPU a device-side assertion, so that the host does not wait.
     """
     vocab_size, ignore_index = args.shard.vocab_size, args.options.ignore_index
+    expected = f"outside [0, {vocab_size}) and not ignore_index={ignore_index}"
     if owned.device.type != "cpu":
-        message = f"flce_dist: a target is outside [0, {vocab_size}) and not ignore_index={ignore_index}"
-        torch._assert_async(owned, message)
+        torch._assert_async(owned, f"flce_dist: a target is {expected}")
     elif not owned:
-        row = int(row_math.badly_owned(stats, call.inputs.valid).nonzero()[0])
-        raise IndexError(
-            f"target {int(call.inputs.ids[row])} (row {row} of the group) is outside [0, {vocab_size}) and not "
-            f"ignore_index={ignore_index}"
-        )
+        inputs, tokens = prepared.call.inputs, prepared.call.tokens
+        bad = row_math.badly_owned(stats, inputs.valid)
+        mine = tokens.to_local(bad).nonzero()[:, 0]
+        if len(mine) == 0:
+            raise IndexError(f"target {int(inputs.ids[bad][0])} of a token of another rank is {expected}")
+        position = mine[0] if prepared.kept is None else prepared.kept[mine[0]]
+        raise IndexError(f"target {int(args.target[position])} of token {int(position)} is {expected}")
 
 
 def to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from .arguments import Arguments, Given, autocast, checked_arguments, local_tens
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
-from .op import Gradients, Needs, compute, recompute
+from .op import Gradients, Needs, compute, recompute, recomputes
 from .options import LossOptions
 from .shard import VocabShard
 
@@ -37,7 +37,7 @@ def linear_cross_entropy(given: Given) -> list[Tensor]:
         given.group.group_name if given.group is not None else None,
         None if shard is None else (shard.vocab_size, shard.start, shard.stop),
         number,
-        given.aux,
+        tuple(given.aux),
         tuple((name, getattr(given, name)) for name in _HOST),
         tuple(given.options.items()),
     )
@@ -54,7 +54,7 @@ def linear_cross_entropy(given: Given) -> list[Tensor]:
         config,
         needs,
     )
-    return outputs[: 1 + len(given.aux)]
+    return [outputs[0], *(output.detach() for output in outputs[1 : 1 + len(given.aux)])]
 
 
 @torch.compiler.assume_constant_result
@@ -121,7 +121,7 @@ def _forward(
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
         loss, stats, owned, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared.call, stats, owned)
+        check_targets(args, prepared, stats, owned)
         if args.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         aux = aux_outputs(args, prepared, stats)
@@ -151,7 +151,7 @@ def _(
     for name in aux:
         shape = target.shape if name in _PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
         outputs.append(hidden.new_empty(shape, dtype=torch.int64 if name in _INTEGER_AUX else dtype))
-    if any(needs) and not options.recompute:
+    if any(needs) and not recomputes(options, hidden.dtype):
         outputs += [*_fake_outputs(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]
     return outputs
 
@@ -226,9 +226,9 @@ def _fake_outputs(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, config, needs = inputs
     options, num_aux = _options(config), len(json.loads(config)["aux"])
-    ctx.config, ctx.needs, ctx.recompute = config, needs, options.recompute
+    ctx.config, ctx.needs, ctx.recompute = config, needs, recomputes(options, tensors[0].dtype)
     ctx.dtypes = [None if t is None else t.dtype for t in (tensors[0], tensors[1], tensors[3])]
-    ctx.save_for_backward(*(tensors if options.recompute else output[1 + num_aux :]))
+    ctx.save_for_backward(*(tensors if ctx.recompute else output[1 + num_aux :]))
 
 
 def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:

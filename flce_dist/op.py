@@ -78,12 +78,23 @@ class Call:
 
 
 def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
-    """Power of two that fp16 gradients carry until backward, where the loss scale arrives: a mean's `p / N` would
-    underflow before. It brings the largest coefficient of a row to at most 1, so that nothing overflows instead."""
-    if dtype != torch.float16 or call.options.reduction == "none":
+    """Power of two that fp16 gradients of forward carry until backward, where the loss scale arrives: a mean's `p / N`
+    would underflow before. It brings the largest coefficient of a row to at most 1, so that nothing overflows
+    instead."""
+    if dtype != torch.float16 or call.tokens.num_rows == 0:
         return 1.0
-    largest = call.inputs.weights.target.abs().amax() if call.tokens.num_rows else torch.ones(())
+    target, uniform, _ = call.inputs.weights
+    coefficient = target.abs() if uniform is None else target.abs() + uniform.abs() * call.shard.vocab_size
+    largest = coefficient.amax()
     return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
+
+
+def recomputes(options: LossOptions, dtype: torch.dtype) -> bool:
+    """Whether backward makes the logits again. In fp16 with token scaling it must: a coefficient times a target's
+    probability has no bound below, and only backward knows the loss scale that lifts it."""
+    if options.backward == "auto" and options.token_scaling and dtype == torch.float16:
+        return True
+    return options.backward == "recompute" or options.reduction == "none"
 
 
 class Gradients(NamedTuple):
@@ -176,8 +187,8 @@ class Computed(NamedTuple):
 
 def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Computed:
     """The forward pass."""
-    factor = grad_factor(call, hidden.dtype)
-    now = any(call.needs) and not call.options.recompute
+    now = any(call.needs) and not recomputes(call.options, hidden.dtype)
+    factor = grad_factor(call, hidden.dtype) if now else 1.0
     grad_scale = factor * call.options.logit_scale if now else None
     stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
     weights, valid = call.inputs.weights, call.inputs.valid
@@ -192,15 +203,13 @@ def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
 def recompute(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor | None, grad_loss: Tensor
 ) -> Gradients:
-    """Gradients from logits made again, and from statistics made again when they are None. One upstream gradient a
-    token is folded into the rows' coefficients."""
-    factor = grad_factor(call, hidden.dtype)
-    grad_scale: Tensor | float = factor * call.options.logit_scale
+    """Gradients from logits made again, and from statistics made again when they are None. The upstream gradient, one
+    or one a token, is folded into the rows' coefficients."""
     if call.options.reduction == "none":
-        grad_scale = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0) * grad_scale
-        grad_loss = grad_loss.new_ones(())
-    _, gradients = run_chunks(call, hidden, weight, bias, grad_scale, stats)
-    scale_gradients_(call, gradients, grad_loss, factor)
+        grad_loss = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0)
+    _, gradients = run_chunks(call, hidden, weight, bias, grad_loss * call.options.logit_scale, stats)
+    if gradients.hidden is not None and call.hidden_grad_scale != 1.0:
+        gradients.hidden.mul_(call.hidden_grad_scale)
     return gradients
 
 

@@ -58,7 +58,7 @@ class LossOptions:
         skip_ignored: drop ignored tokens before the first GEMM. Costs one host synchronisation to count them.
         backward: "forward" makes gradients in forward, where the logits are alive (3 GEMMs; "mean" and "sum");
             "recompute" keeps only row statistics and makes the logits again in backward (4 GEMMs); "auto" is
-            "forward" unless `reduction="none"`.
+            "forward" unless `reduction="none"`, or token scaling meets float16.
         backend: row kernels, "triton" or "torch"; "auto" is "triton" on GPUs and "torch" on CPU.
         check_ranks: when the ranks of a group compare their arguments: on the group's "first" call for a vocabulary
             size, "always" or "never"; "auto" is "always" on CPU and "first" on GPUs.
@@ -120,11 +120,6 @@ class LossOptions:
     @property
     def budget_bytes(self) -> int:
         return parse_bytes("logits_budget", self.logits_budget)
-
-    @property
-    def recompute(self) -> bool:
-        """Whether backward makes the logits again."""
-        return self.backward == "recompute" or self.reduction == "none"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "loss") -> LossOptions:
