@@ -92,9 +92,8 @@ def test_loss_gradients_and_logits(world: int, bias: bool, options: dict[str, An
     expected = reference_of(case)
     full = make_inputs(case)
     cap = options.get("softcap")
-    logits = oracle.scaled_logits(
-        full.hidden.double(), full.weight.double(), None if full.bias is None else full.bias.double(), cap, 1.0
-    )
+    products = full.hidden.double() @ full.weight.double().T
+    logits = oracle.scaled_logits(products, None if full.bias is None else full.bias.double(), cap, 1.0)
     results = workers.run(world, _forward, case, options, "group")
     compare.assert_same_bits([r["loss"] for r in results], "loss")
     for result in results:

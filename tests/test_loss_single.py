@@ -42,7 +42,7 @@ def test_torch_backend(row: dict[str, Any]) -> None:
 def test_torch_backend_everywhere(dtype: torch.dtype) -> None:
     for row in product(AXES | {"dtype": [dtype]}, resolvable):
         case = Case(**row)
-        judge(case, [run_case(None, case)])
+        judge(case, [run_case(None, case)], conditioned=True)
 
 
 @pytest.mark.parametrize("row", all_pairs(TRITON_AXES), ids=case_id)
@@ -56,7 +56,7 @@ def test_interpreted_triton_backend(row: dict[str, Any], interpreted_workers: Po
 def test_interpreted_triton_backend_everywhere(vocab_size: int, interpreted_workers: Pool) -> None:
     for row in product(TRITON_AXES | {"vocab_size": [vocab_size]}):
         case = Case(**row, backend="triton")
-        judge(case, interpreted_workers.run(1, run_case, case))
+        judge(case, interpreted_workers.run(1, run_case, case), conditioned=True)
 
 
 def test_group_of_one_rank_is_not_sharded(workers: Pool) -> None:

@@ -13,87 +13,108 @@ from torch import Tensor
 
 @dataclass
 class Reference:
-    """Loss (0-d, or [N] for "none"), gradients of the full inputs, and the auxiliary outputs by name."""
+    """Loss (0-d, or [N] for "none"), gradients of the full inputs, and the auxiliary outputs by name.
+
+    The `terms` are the norms of the gradients with every term of their sums taken absolute and weighted by the size
+    of the logit it stems from: rounding of the working precision is seen against these where terms cancel.
+    """
 
     loss: Tensor
     hidden_grad: Tensor
     weight_grad: Tensor
     bias_grad: Tensor | None
     aux: dict[str, Tensor] = field(default_factory=dict)
+    hidden_terms: float = 0.0
+    weight_terms: float = 0.0
+    bias_terms: float = 0.0
 
 
-def scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
-) -> Tensor:
-    logits = hidden @ weight.T
-    if bias is not None:
-        logits = logits + bias
-    logits = logit_scale * logits
+def scaled_logits(products: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float) -> Tensor:
+    """Logits [N, V] from hidden @ weight.T."""
+    logits = logit_scale * (products if bias is None else products + bias)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def loss_and_aux(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_scaling: bool = False,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The differentiable float64 loss and what `aux` can name, for float64 inputs."""
-    vocab_size = weight.shape[0]
-    logits = scaled_logits(hidden, weight, bias, softcap, logit_scale)
+@dataclass
+class _Rows:
+    """What loss and terms share, per token: [N], [N, V] or [V]."""
+
+    logits: Tensor
+    lse: Tensor
+    valid: Tensor
+    label: Tensor
+    column_weight: Tensor
+    factor: Tensor
+    divisor: Tensor | float
+    z_divisor: Tensor | float
+
+
+def _rows(products: Tensor, target: Tensor, o: dict[str, Any]) -> _Rows:
+    logits = scaled_logits(products, o.get("bias"), o.get("softcap"), o.get("logit_scale", 1.0))
     lse = torch.logsumexp(logits, dim=-1)
-    log_prob = logits - lse[:, None]
-    valid = target != ignore_index
+    valid = target != o.get("ignore_index", -100)
     label = torch.where(valid, target, 0).long()
-    column_weight = torch.ones(vocab_size, dtype=logits.dtype) if class_weight is None else class_weight
-    token_factor = torch.ones_like(lse) if token_weight is None else token_weight
-    target_log_prob = log_prob.gather(1, label[:, None])[:, 0]
-    if token_scaling:
-        token_factor = token_factor * target_log_prob.detach().exp()
-    token_factor = torch.where(valid, token_factor, 0.0)
+    column_weight = o.get("class_weight")
+    if column_weight is None:
+        column_weight = torch.ones(products.shape[1], dtype=logits.dtype)
+    factor = torch.ones_like(lse) if o.get("token_weight") is None else o["token_weight"]
+    if o.get("token_scaling"):
+        factor = factor * (logits.gather(1, label[:, None])[:, 0] - lse).detach().exp()
+    factor = torch.where(valid, factor, 0.0)
+    divisor: Tensor | float = 1.0
+    z_divisor: Tensor | float = 1.0
+    # Where nothing is valid the mean is 0 (F.cross_entropy has nan); the products keep the graph.
+    if o.get("reduction", "mean") == "mean" and valid.any():
+        divisor = torch.where(valid, column_weight[label], 0.0).sum()
+        z_divisor = valid.sum()
+        if o.get("normalizer") is not None:
+            divisor = z_divisor = o["normalizer"]
+    return _Rows(logits, lse, valid, label, column_weight, factor, divisor, z_divisor)
 
-    token_loss = -(1 - label_smoothing) * column_weight[label] * target_log_prob
-    if label_smoothing:  # 0 times the logarithm of a probability of 0 is nan
-        token_loss = token_loss - (label_smoothing / vocab_size) * (log_prob * column_weight).sum(-1)
-    cross_entropy = torch.where(valid, token_factor * token_loss, 0.0)
-    z_part = torch.where(valid, token_factor * z_loss * lse.square(), 0.0)
 
-    num_valid = valid.sum()
-    if reduction == "none":
-        loss, z_out = cross_entropy + z_part, z_part
-    elif reduction == "sum":
-        loss, z_out = cross_entropy.sum() + z_part.sum(), z_part.sum()
-    elif num_valid == 0:
-        # 0 where F.cross_entropy has nan; the products keep the graph, so the gradients are zeros.
-        loss, z_out = cross_entropy.sum(), z_part.sum()
-    else:
-        by = torch.where(valid, column_weight[label], 0.0).sum() if normalizer is None else normalizer
-        z_by = num_valid if normalizer is None else normalizer
-        loss, z_out = cross_entropy.sum() / by + z_part.sum() / z_by, z_part.sum() / z_by
+def loss_and_aux(products: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The differentiable float64 loss, and what `aux` can name, of products = hidden @ weight.T [N, V] in float64.
 
+    Options by the names of the package: bias, class_weight, token_weight, normalizer, reduction, ignore_index,
+    label_smoothing, z_loss, token_scaling, softcap, logit_scale.
+    """
+    r = _rows(products, target, options)
+    smoothing, num_valid = options.get("label_smoothing", 0.0), r.valid.sum()
+    log_prob = r.logits - r.lse[:, None]
+    token_loss = -(1 - smoothing) * r.column_weight[r.label] * log_prob.gather(1, r.label[:, None])[:, 0]
+    if smoothing:  # 0 times the logarithm of a probability of 0 is nan
+        token_loss = token_loss - (smoothing / products.shape[1]) * (log_prob * r.column_weight).sum(-1)
+    cross_entropy = torch.where(r.valid, r.factor * token_loss, 0.0) / r.divisor
+    z_part = torch.where(r.valid, r.factor * options.get("z_loss", 0.0) * r.lse.square(), 0.0) / r.z_divisor
+    if options.get("reduction") != "none":
+        cross_entropy, z_part = cross_entropy.sum(), z_part.sum()
     with torch.no_grad():
-        predictions = logits.argmax(-1)
-        correct = (valid & (predictions == target)).sum()
+        predictions = r.logits.argmax(-1)
+        correct = (r.valid & (predictions == target)).sum()
         aux = {
-            "z_loss": z_out.detach(),
-            "lse": lse.detach(),
+            "z_loss": z_part.detach(),
+            "lse": r.lse.detach(),
             "accuracy": correct / num_valid.clamp(min=1),
             "predictions": predictions,
             "entropy": -(log_prob.exp() * log_prob).sum(-1),
             "num_valid": num_valid,
         }
-    return loss, aux
+    return cross_entropy + z_part, aux
+
+
+@torch.no_grad()
+def _term_sizes(products: Tensor, target: Tensor, upstream: Tensor, options: dict[str, Any]) -> Tensor:
+    """Sizes [N, V] of the terms that make up the gradient of `products`; see Reference."""
+    r = _rows(products, target, options)
+    smoothing, scale = options.get("label_smoothing", 0.0), options.get("logit_scale", 1.0)
+    weight = upstream.abs() * r.factor / r.divisor
+    of_target = weight * (1 - smoothing) * r.column_weight[r.label]
+    uniform = weight * smoothing / products.shape[1]
+    square = upstream.abs() * r.factor / r.z_divisor * 2 * options.get("z_loss", 0.0) * r.lse.abs()
+    p = torch.exp(r.logits - r.lse[:, None])
+    sizes = (of_target + uniform * r.column_weight.sum() + square)[:, None] * p + uniform[:, None] * r.column_weight
+    sizes.scatter_add_(1, r.label[:, None], of_target[:, None])
+    return sizes * abs(scale) * (1 + r.logits.abs().amax(-1, keepdim=True))
 
 
 def reference(
@@ -111,7 +132,8 @@ def reference(
     bias = options.get("bias")
     if bias is not None:
         bias.requires_grad_()
-    loss, aux = loss_and_aux(hidden_64, weight_64, target.reshape(-1), **options)
+    products = hidden_64 @ weight_64.T
+    loss, aux = loss_and_aux(products, target.reshape(-1), **options)
     flat = torch.ones_like(loss) if upstream is None else upstream.detach().double().reshape(loss.shape)
     inputs = [hidden_64, weight_64] + ([] if bias is None else [bias])
     grads = torch.autograd.grad(loss, inputs, flat)
@@ -120,10 +142,14 @@ def reference(
         name: value.reshape(lead) if value.ndim == 1 and value.shape == (target.numel(),) else value
         for name, value in aux.items()
     }
+    sizes = _term_sizes(products.detach(), target.reshape(-1), flat, options)
     return Reference(
         loss.detach().reshape(lead) if per_token else loss.detach(),
         grads[0].reshape(hidden.shape),
         grads[1],
         grads[2] if bias is not None else None,
         shaped,
+        hidden_terms=(sizes @ weight_64.detach().abs()).norm().item(),
+        weight_terms=(sizes.T @ hidden_64.detach().abs()).norm().item(),
+        bias_terms=sizes.sum(0).norm().item(),
     )
