@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
-from .options import LossOptions, LossOptionsDict
+from .options import LossOptions, LossOptionsDict, recomputes
 from .shard import VocabShard, partition_error
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
@@ -174,6 +174,10 @@ def summarize(args: Arguments) -> checks.Summary:
         "hidden_grad_scale": args.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else float(args.normalizer),
     }
+    if not replicated and recomputes(args.options, args.hidden.dtype) and not args.hidden.requires_grad:
+        # Backward gathers hidden states again, so it must run on all ranks or on none.
+        trainable = args.weight.requires_grad or (args.bias is not None and args.bias.requires_grad)
+        equal["whether weight or bias requires grad"] = torch.is_grad_enabled() and trainable
     same = {"class_weight": args.class_weight}
     if replicated:
         equal["the number of tokens"] = args.hidden.shape[0]

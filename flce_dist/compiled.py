@@ -19,8 +19,8 @@ from .arguments import Arguments, Given, autocast, checked_arguments, local_tens
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
-from .op import Gradients, Needs, compute, recompute, recomputes
-from .options import LossOptions
+from .op import Gradients, Needs, compute, recompute
+from .options import LossOptions, recomputes
 from .shard import VocabShard
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")

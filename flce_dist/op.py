@@ -22,7 +22,7 @@ from torch import Tensor
 from . import collectives, row_math
 from .gemm import WeightGradient, accumulation_dtype, logits_into, mm_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
-from .options import LossOptions
+from .options import LossOptions, recomputes
 from .plan import logits_buffer
 from .shard import VocabShard
 from .tokens import HiddenGradient, TokenLayout
@@ -87,14 +87,6 @@ def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
     coefficient = target.abs() if uniform is None else target.abs() + uniform.abs() * call.shard.vocab_size
     largest = coefficient.amax()
     return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
-
-
-def recomputes(options: LossOptions, dtype: torch.dtype) -> bool:
-    """Whether backward makes the logits again. In fp16 with token scaling it must: a coefficient times a target's
-    probability has no bound below, and only backward knows the loss scale that lifts it."""
-    if options.backward == "auto" and options.token_scaling and dtype == torch.float16:
-        return True
-    return options.backward == "recompute" or options.reduction == "none"
 
 
 class Gradients(NamedTuple):

@@ -167,6 +167,14 @@ class LossOptionsDict(TypedDict, total=False):
     check_ranks: CheckRanks
 
 
+def recomputes(options: LossOptions, dtype: torch.dtype) -> bool:
+    """Whether backward makes the logits again. In fp16 with token scaling it must: a coefficient times a target's
+    probability has no bound below, and only backward knows the loss scale that lifts it."""
+    if options.backward == "auto" and options.token_scaling and dtype == torch.float16:
+        return True
+    return options.backward == "recompute" or options.reduction == "none"
+
+
 def parse_bytes(name: str, value: int | str) -> int:
     """Bytes from an int or a string like "512MiB".
 

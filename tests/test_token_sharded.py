@@ -171,6 +171,30 @@ def test_max_tokens_too_small_on_one_rank_raises_on_all(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, differ), "ValueError", "max_tokens")
 
 
+def _trainable_on_one_rank(ctx: Context, body: bool, reduction: str) -> None:
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(ctx.rank)).requires_grad_(body)
+    weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(9)).requires_grad_(ctx.rank == 0)
+    loss = linear_cross_entropy(
+        hidden, weight, torch.tensor([0, 9, 4]), group=ctx.group, vocab_size=10, hidden_layout="sharded",
+        reduction=reduction,
+    )  # fmt: skip
+    if loss.requires_grad:
+        loss.sum().backward()
+    assert (weight.grad is not None) == (ctx.rank == 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_weight_trainable_on_one_rank(reduction: str, workers: Pool) -> None:
+    """A backward that gathers must run on all ranks: with a frozen body it would run on one, and wait for ever."""
+    workers.run(2, _trainable_on_one_rank, True, reduction)
+    if reduction == "mean":
+        workers.run(2, _trainable_on_one_rank, False, reduction)
+        return
+    for outcome in workers.outcomes(2, _trainable_on_one_rank, False, reduction):
+        assert outcome.error is not None
+        assert "requires grad" in str(outcome.error)
+
+
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:
