@@ -89,6 +89,7 @@ def linear_cross_entropy(
         TypeError, ValueError: on all ranks of the group, when the call is checked (`LossOptions.check_ranks`).
         IndexError: on all ranks, a target is outside `[0, vocab_size)` and not `ignore_index`, on CPU. On a GPU it is a
             device-side assertion.
+        NotImplementedError: under a `torch.func` transform.
     """
     given = Given(
         hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,
@@ -99,6 +100,8 @@ def linear_cross_entropy(
 
         loss, *others = compiled.linear_cross_entropy(given)
         return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     args, most_columns = checked_arguments(given)
     grad = torch.is_grad_enabled()
     needs = Needs(

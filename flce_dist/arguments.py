@@ -3,7 +3,6 @@ shard's place found, everything checked on this rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
-from .options import LossOptions, LossOptionsDict, recomputes
+from .options import LossOptions, LossOptionsDict, is_finite, recomputes
 from .shard import VocabShard, partition_error
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
@@ -93,7 +92,7 @@ def resolve(given: Given) -> Arguments:
     if token_weight is not None:
         checks.check_vector("token_weight", token_weight, target.shape, hidden.device)
     if given.normalizer is not None:
-        checks.check_normalizer(given.normalizer)
+        checks.check_normalizer(given.normalizer, hidden.device)
     if {"predictions", "accuracy"} & set(given.aux) and shard.vocab_size > MAX_EXACT_ID:
         raise ValueError(f"aux predictions need vocab_size <= {MAX_EXACT_ID}, got {shard.vocab_size}")
     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -120,8 +119,9 @@ def resolve(given: Given) -> Arguments:
     )
 
 
-def checked_arguments(given: Given) -> tuple[Arguments, int | None]:
-    """`resolve` on all ranks of the group together.
+def checked_arguments(given: Given, compiled_needs: Sequence[bool] | None = None) -> tuple[Arguments, int | None]:
+    """`resolve` on all ranks of the group together. Inside a compiled graph's operator tensors no longer know whether
+    they require grad: `compiled_needs` says so of hidden, weight and bias.
 
     Returns:
         The arguments, and the columns of the largest shard where the ranks told each other.
@@ -145,7 +145,7 @@ def checked_arguments(given: Given) -> tuple[Arguments, int | None]:
         all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
         None if args is None else args.shard.vocab_size,
         error,
-        lambda: summarize(_present(args)),
+        lambda: summarize(_present(args), compiled_needs),
     )
     return _present(args), most_columns
 
@@ -155,16 +155,19 @@ def _present(args: Arguments | None) -> Arguments:
     return args
 
 
-def summarize(args: Arguments) -> checks.Summary:
+def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> checks.Summary:
     """What the ranks of the group compare; reads the device."""
     replicated = args.hidden_layout == "replicated"
+    tensors = (args.hidden, args.weight, args.bias)
+    grad = torch.is_grad_enabled()
+    needs = compiled_needs or [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
     equal = {
         "vocab_size": args.shard.vocab_size,
         "the hidden size": args.hidden.shape[1],
         "the dtype": str(args.hidden.dtype),
         "the hidden layout": args.hidden_layout,
         "the options": {key: str(value) for key, value in asdict(args.options).items()},
-        "whether hidden requires grad": torch.is_grad_enabled() and args.hidden.requires_grad,
+        "whether hidden requires grad": needs[0],
         "which optional arguments are given": [
             name for name in ("bias", "class_weight", "token_weight", "normalizer") if getattr(args, name) is not None
         ],
@@ -172,12 +175,11 @@ def summarize(args: Arguments) -> checks.Summary:
         "max_tokens": args.max_tokens,
         "reduce_hidden_grad": args.reduce_hidden_grad,
         "hidden_grad_scale": args.hidden_grad_scale,
-        "normalizer": None if args.normalizer is None else float(args.normalizer),
+        "normalizer": None if args.normalizer is None else str(float(args.normalizer)),
     }
-    if not replicated and recomputes(args.options, args.hidden.dtype) and not args.hidden.requires_grad:
-        # Backward gathers hidden states again, so it must run on all ranks or on none.
-        trainable = args.weight.requires_grad or (args.bias is not None and args.bias.requires_grad)
-        equal["whether weight or bias requires grad"] = torch.is_grad_enabled() and trainable
+    if recomputes(args.options, args.hidden.dtype) and not needs[0] and (not replicated or compiled_needs is not None):
+        # This backward communicates, so it must run on all ranks or on none.
+        equal["whether weight or bias requires grad"] = any(needs[1:])
     same = {"class_weight": args.class_weight}
     if replicated:
         equal["the number of tokens"] = args.hidden.shape[0]
@@ -206,7 +208,7 @@ def _check_call(given: Given, options: LossOptions) -> None:
         raise ValueError(f'normalizer replaces the divisors of reduction="mean", got reduction={options.reduction!r}')
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"hidden_grad_scale must be a number, got {scale!r}")
-    if not math.isfinite(scale):
+    if not is_finite(scale):
         raise ValueError(f"hidden_grad_scale must be finite, got {scale}")
     if isinstance(given.aux, str) or not isinstance(given.aux, Sequence):
         raise TypeError(f"aux must be a sequence of names, got {given.aux!r}")

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import collectives
-from .options import LossOptions
+from .options import LossOptions, is_finite
 from .shard import VocabShard, partition_error
 
 _largest_shard: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
@@ -37,6 +38,8 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if hidden.dim() < 1:
         raise ValueError("hidden must be [..., H], got a 0-d tensor")
     if hidden.shape[-1] == 0:
@@ -127,6 +130,8 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
     Raises:
         TypeError, ValueError: naming it.
     """
+    if isinstance(value, DTensor):
+        raise TypeError(f"{name} must be a plain tensor, the whole of it on every rank, got a DTensor")
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {getattr(value, 'dtype', type(value).__name__)}")
     if tuple(value.shape) != tuple(shape):
@@ -137,20 +142,25 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
         raise ValueError(f"{name} may not require grad: no gradient for it is computed; pass {name}.detach()")
 
 
-def check_normalizer(value: Tensor | float) -> None:
+def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     """
     Raises:
-        TypeError, ValueError: not a number or 0-d tensor, or not finite and positive as far as the host knows.
+        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or not finite and
+            positive as far as the host knows.
     """
+    if isinstance(value, DTensor):
+        raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.requires_grad or value.is_complex():
             raise ValueError(
                 f"normalizer must be a number or a real 0-d tensor without grad, got shape {tuple(value.shape)}"
                 f"{' with grad' if value.requires_grad else ''}"
             )
+        if value.device.type not in (device.type, "cpu"):
+            raise ValueError(f"normalizer must be on {device} or the CPU, got {value.device}")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"normalizer must be a number or a 0-d tensor, got {value!r}")
-    elif not math.isfinite(value) or value < 0:
+    elif not is_finite(value) or value < 0:
         raise ValueError(f"normalizer must be finite and not negative, got {value}")
 
 
@@ -201,7 +211,12 @@ def agree(
         if error is not None:
             raise error
         return None if vocab_size is None else known.get(vocab_size)
-    summary = None if error is not None else summarize()
+    summary = None
+    if error is None:
+        try:
+            summary = summarize()
+        except Exception as caught:  # raised below, once the other ranks know
+            error = caught
     answers = collectives.all_gather_object(
         (None if error is None else f"{type(error).__name__}: {error}", summary), group
     )

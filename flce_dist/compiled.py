@@ -101,7 +101,7 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
 
 
 def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
-    args, most_columns = checked_arguments(_decode(tensors, config))
+    args, most_columns = checked_arguments(_decode(tensors, config), needs)
     return args, prepare(args, most_columns, Needs(*needs))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -99,6 +99,8 @@ class LossOptions:
                 raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
         if not isinstance(self.ignore_index, int) or isinstance(self.ignore_index, bool):
             raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
+        if not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.z_loss < 0.0:
@@ -194,8 +196,13 @@ def parse_bytes(name: str, value: int | str) -> int:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if not is_finite(value):
         raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+def is_finite(value: int | float) -> bool:
+    """Whether a number is one that a float can hold; an int may be too large to ask `math.isfinite`."""
+    return abs(value) <= sys.float_info.max
 
 
 def _check_positive_int(name: str, value: object) -> None:

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("yaml", reason="the trainer's tests need the [train] extra")
 
 from trainer.config import from_mapping, load_config, to_mapping
-from trainer.parallel import MODES, Ranks, make_mode, pick_device
+from trainer.parallel import MODES, Ranks, SetupError, make_mode, pick_device
 from trainer.schema import Config, ConfigError
+from trainer.setup import prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -144,3 +145,58 @@ def test_docs_explain_every_key_and_mode() -> None:
     missing = [key for key in dotted_keys(Config) if f"`{key}`" not in text]
     missing += [mode for mode in MODES if f"`{mode}`" not in text]
     assert not missing
+
+
+def _quick(output: Path, *changes: str) -> list[str]:
+    return [f"output.dir={output}", "output.export=false", "checkpoint.every=0", "train.steps=1", *changes]
+
+
+def _refused(*overrides: str) -> str:
+    with pytest.raises(SetupError) as error:
+        prepare(str(QUICKSTART), overrides, Ranks(0, 1, 0, 1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_a_folder_of_something_else_is_not_written_to(tmp_path: Path, overwrite: str) -> None:
+    mine = tmp_path / "model" / "mine.bin"
+    mine.parent.mkdir()
+    mine.write_text("x")
+    assert "output.dir" in _refused(*_quick(tmp_path, f"output.overwrite={overwrite}"))
+    assert mine.read_text() == "x"
+
+
+def test_an_empty_output_folder_name_is_refused() -> None:
+    assert "output.dir" in _refused("output.dir=''")
+
+
+def test_resume_does_not_replace_a_finished_run(tmp_path: Path) -> None:
+    for name, text in (("metrics.jsonl", "{}"), ("config.yaml", "seed: 0"), ("loss.png", "x")):
+        (tmp_path / name).write_text(text)
+    changes = _quick(tmp_path, "checkpoint.resume=true", "output.overwrite=false")
+    assert "finished run" in _refused(*changes)
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}"
+
+
+def test_a_broken_config_of_the_run_to_resume_is_named(tmp_path: Path) -> None:
+    for name, text in (("metrics.jsonl", "{}"), ("config.yaml", "a: [")):
+        (tmp_path / name).write_text(text)
+    assert "checkpoint.resume" in _refused(*_quick(tmp_path, "checkpoint.resume=true", "output.overwrite=false"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["loss.backend=triton", "loss.accum_dtype=bfloat16", "loss.logits_dtype=float64", "loss.logits_dtype=float16"],
+)
+def test_what_the_loss_would_refuse_in_the_first_step_is_refused_before(tmp_path: Path, change: str) -> None:
+    key = change.partition("=")[0]
+    assert key in _refused(*_quick(tmp_path / "new", change, "parallel.device=cpu"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_ranks_that_disagree_are_told_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(0, 2, 0, 2)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, value | {"train.batch_size": 8}])
+    with pytest.raises(SetupError, match=r"train\.batch_size: \[4, 8\]") as error:
+        ranks.same_everywhere("the configuration", {"train.batch_size": 4, "seed": 0})
+    assert "seed" not in str(error.value)

@@ -108,18 +108,18 @@ def _quiet_when_alone() -> Iterator[None]:
 
 def check_resumable(config: dict[str, Any], earlier: dict[str, Any]) -> None:
     """Refuse to continue a run under settings that would make it another run. Raises ConfigError."""
-    now, before = _flat(config), _flat(earlier)
+    now, before = dotted(config), dotted(earlier)
     for key in sorted(now.keys() | before.keys()):
         if key.startswith(_PINNED) and key not in _FREE and now.get(key) != before.get(key):
             raise ConfigError(key, f"the run to resume has {before.get(key)!r}, not {now.get(key)!r}")
 
 
-def _flat(mapping: dict[str, Any], where: str = "") -> dict[str, Any]:
+def dotted(mapping: dict[str, Any], where: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, dict):
-            flat |= _flat(value, f"{where}{key}.")
+            flat |= dotted(value, f"{where}{key}.")
         else:
             flat[where + key] = value
     return flat

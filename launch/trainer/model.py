@@ -12,7 +12,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from flce_dist import VocabParallelHead, VocabShard
+from flce_dist import LossOptions, VocabParallelHead, VocabShard
+from flce_dist.backend import row_kernels
+from flce_dist.checks import check_accumulation
 from flce_dist.integrations.transformers import replace_head
 from flce_dist.plan import chunk_rows
 
@@ -106,9 +108,24 @@ def build_model(
         raise ConfigError(
             "data.sequence_length", f"{config.data.sequence_length} is longer than the model's {positions} positions"
         )
+    if isinstance(config.loss, Mapping):
+        _check_loss(loss_options(config.loss), DTYPES[config.train.dtype], device)
     causal_lm = causal_lm.to(device)
     _replace_head(config, causal_lm, head_group)
     return LanguageModel(causal_lm, None if config.train.dtype == "float32" else DTYPES[config.train.dtype])
+
+
+def _check_loss(options: LossOptions, dtype: torch.dtype, device: torch.device) -> None:
+    """What the loss would refuse in the first step, for the dtype and device of this run. Raises ConfigError."""
+    try:
+        row_kernels(options.backend, device)
+    except ValueError as error:
+        raise ConfigError("loss.backend", str(error)) from error
+    try:
+        check_accumulation(options, dtype)
+    except ValueError as error:
+        name, problem = str(error).split(" ", 1)
+        raise ConfigError(f"loss.{name}", problem) from error
 
 
 def _random(config: Config, tokens: TokenFiles) -> transformers.PreTrainedModel:

@@ -85,11 +85,14 @@ class Ranks:
             on = "" if len(failed) == self.size else f" (on rank {', '.join(map(str, failed))} of {self.size})"
             raise SetupError(f"{failed[first]}{on}") from cause
 
-    def same_everywhere(self, name: str, value: Any) -> None:
-        """Raise SetupError on all ranks unless all hold the same value."""
-        values = self.gather(value)
-        if any(other != values[0] for other in values):
-            raise SetupError(f"{name}: the ranks disagree: {values}")
+    def same_everywhere(self, name: str, values: dict[str, Any]) -> None:
+        """Raise SetupError on all ranks, naming the keys, unless all hold the same values."""
+        all_values = self.gather(values)
+        keys = sorted({key for each in all_values for key in each})
+        differing = [key for key in keys if any(each.get(key) != all_values[0].get(key) for each in all_values)]
+        if differing:
+            shown = "; ".join(f"{key}: {[each.get(key) for each in all_values]}" for key in differing)
+            raise SetupError(f"{name}: the ranks disagree about {shown} (by rank)")
 
 
 def exit_process(code: int) -> None:

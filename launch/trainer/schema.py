@@ -141,7 +141,7 @@ class OutputConfig:
 @dataclass(frozen=True)
 class Config:
     model: ModelConfig
-    seed: int = number(0, least=0)
+    seed: int = number(0, least=0, most=2**62)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -6,11 +6,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
-from .checkpoint import check_resumable, complete
+from .checkpoint import check_resumable, complete, dotted
 from .config import load_config, to_mapping
 from .model import LanguageModel, build_model
 from .parallel import ParallelMode, Ranks, SetupError, make_mode, pick_device
@@ -43,7 +44,7 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
         config = load_config(config_path, overrides)
         device = pick_device(config, ranks)
         mode = make_mode(config, ranks)
-    ranks.same_everywhere("the configuration", to_mapping(config))
+    ranks.same_everywhere("the configuration", dotted(to_mapping(config)))
 
     resume_from, folder = None, None
     with ranks.agree():
@@ -66,20 +67,44 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
 
 
 def _earlier_run(config: Config) -> Path | None:
-    """The checkpoint to resume from, if any. Raises ConfigError when an earlier run would be lost or changed."""
-    output = Path(config.output.dir)
+    """The checkpoint to resume from, if any. Raises ConfigError when an earlier run, or what is no run of ours, would
+    be lost or changed."""
+    if not config.output.dir.strip():
+        raise ConfigError("output.dir", "expects the name of a folder of its own, got an empty one")
+    output, resume = Path(config.output.dir), config.checkpoint.resume
     checkpoints = complete(output / CHECKPOINTS)
-    if config.checkpoint.resume and checkpoints:
-        check_resumable(to_mapping(config), yaml.safe_load((output / CONFIG).read_text()))
+    if resume and checkpoints:
+        check_resumable(to_mapping(config), _earlier_config(output))
         return checkpoints[-1]
-    # Asked to resume, but nothing was saved yet: what is there is the start of this same run.
-    if (output / METRICS).is_file() and not (config.output.overwrite or config.checkpoint.resume):
+    written = [name for name in (CHECKPOINTS, TENSORBOARD, EXPORT, PLOT, METRICS) if (output / name).exists()]
+    if written and not (output / METRICS).is_file():
         raise ConfigError(
-            "output.dir",
-            f"{output} holds an earlier run; continue it (checkpoint.resume=true), replace it (output.overwrite=true) "
-            "or name another folder",
+            "output.dir", f"{output} holds {', '.join(written)}, but no run of this trainer: name another"
         )
-    return None
+    if not written or config.output.overwrite:
+        return None
+    if resume and EXPORT not in written and PLOT not in written:
+        # Nothing was saved yet: what is there is the start of this same run.
+        check_resumable(to_mapping(config), _earlier_config(output))
+        return None
+    found, way_out = "an earlier run", "continue it (checkpoint.resume=true), "
+    if resume:
+        found, way_out = "a finished run without checkpoints", ""
+    raise ConfigError(
+        "output.dir", f"{output} holds {found}; {way_out}replace it (output.overwrite=true) or name another folder"
+    )
+
+
+def _earlier_config(output: Path) -> dict[str, Any]:
+    try:
+        earlier = yaml.safe_load((output / CONFIG).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            "checkpoint.resume", f"the earlier run's {output / CONFIG} cannot be read: {error}"
+        ) from error
+    if not isinstance(earlier, dict):
+        raise ConfigError("checkpoint.resume", f"the earlier run's {output / CONFIG} holds no mapping")
+    return earlier
 
 
 def _make_output(config: Config, fresh: bool) -> None:
@@ -91,6 +116,11 @@ def _make_output(config: Config, fresh: bool) -> None:
                 shutil.rmtree(output / name, ignore_errors=True)
             for name in (METRICS, PLOT):
                 (output / name).unlink(missing_ok=True)
-        (output / CONFIG).write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+        # Renamed into place: a kill in the middle leaves no half of it.
+        partial = output / f"{CONFIG}.partial"
+        partial.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+        partial.replace(output / CONFIG)
+        if fresh:
+            (output / METRICS).touch()
     except OSError as error:
         raise ConfigError("output.dir", f"cannot write to {output}: {error}") from error
