@@ -200,3 +200,29 @@ def test_ranks_that_disagree_are_told_the_key(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SetupError, match=r"train\.batch_size: \[4, 8\]") as error:
         ranks.same_everywhere("the configuration", {"train.batch_size": 4, "seed": 0})
     assert "seed" not in str(error.value)
+
+
+def test_a_cache_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "data.cache_dir" in _refused(*_quick(tmp_path / "new", f"data.cache_dir={tmp_path / 'file'}"))
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert "tokenizer.path" in _refused(*_quick(tmp_path / "new", f"tokenizer.path={tmp_path}"))
+
+
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the [train] extra")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    assert "model.path" in _refused(*_quick(tmp_path / "new", f"model.path={tmp_path}", "model.config=null"))
+
+
+def test_a_mapping_as_a_yaml_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("? [a, b]\n: 1\n")
+    with pytest.raises(ConfigError, match="YAML"):
+        load_config(str(path))

@@ -42,7 +42,7 @@ _Loader.add_implicit_resolver(
 def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a list or mapping as a key
         raise ConfigError(where, f"not valid YAML: {error}") from error
 
 

@@ -58,7 +58,10 @@ def prepare_tokens(config: Config) -> Path:
     if folder.is_dir():
         return folder
     work = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    work.mkdir(parents=True)
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError("data.cache_dir", f"cannot write to {config.data.cache_dir}: {error}") from error
     try:
         tokenizer = _local_tokenizer(config) if config.tokenizer.path else _train_bpe(config, train)
         tokenizer.save_pretrained(str(work / "tokenizer"))
@@ -138,7 +141,7 @@ def _local_tokenizer(config: Config) -> transformers.PreTrainedTokenizerBase:
         raise ConfigError("tokenizer.path", f"no such folder: {path}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file surfaces as whatever its reader makes of it; some raise plain Exception
         raise ConfigError("tokenizer.path", f"{path} holds no usable tokenizer: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError("tokenizer.path", f"{path} has no end-of-text token to put between documents")
