@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .arguments import Arguments, Given, autocast, checked_arguments, local_tensors
+from .arguments import PER_TOKEN_AUX, Arguments, Given, autocast, checked_arguments, local_tensors
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
@@ -25,7 +25,6 @@ from .shard import VocabShard
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
 _INTEGER_AUX = ("predictions", "num_valid")
-_PER_TOKEN_AUX = ("lse", "predictions", "entropy")
 
 
 def linear_cross_entropy(given: Given) -> list[Tensor]:
@@ -80,7 +79,7 @@ def _options(config: str) -> LossOptions:
 def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
     hidden, weight, target, bias, class_weight, token_weight, normalizer = tensors
     values = json.loads(config)
-    options = LossOptions.from_dict(values["options"])
+    options = _options(config)
     assert hidden is not None
     assert weight is not None
     assert target is not None
@@ -149,7 +148,7 @@ def _(
     per_token = options.reduction == "none"
     outputs = [hidden.new_empty(target.shape if per_token else (), dtype=dtype)]
     for name in aux:
-        shape = target.shape if name in _PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
+        shape = target.shape if name in PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
         outputs.append(hidden.new_empty(shape, dtype=torch.int64 if name in _INTEGER_AUX else dtype))
     if any(needs) and not recomputes(options, hidden.dtype):
         outputs += [*_fake_outputs(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]

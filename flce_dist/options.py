@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -119,7 +120,7 @@ class LossOptions:
                 "is not known in forward"
             )
 
-    @property
+    @cached_property
     def budget_bytes(self) -> int:
         return parse_bytes("logits_budget", self.logits_budget)
 

@@ -112,7 +112,7 @@ def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("sweep", ["tokens", "budget"])
 def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
     budgets = ["--budgets", "4KiB,16KiB"] if sweep == "budget" else []
     code, _ = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce,eager", "--sweep", sweep, *budgets)
     assert code == 0
