@@ -22,12 +22,13 @@ _INIT_ROWS = 4096
 
 
 class _Grouped(nn.Module):
-    """A module with a process group, which is a handle: a copy of the module communicates over the same one."""
+    """A module with a process group or mesh, which are handles: a copy of the module communicates over the same."""
 
     group: dist.ProcessGroup | None
+    _mesh: DeviceMesh | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.group)] = self.group
+        memo |= {id(handle): handle for handle in (self.group, self._mesh)}
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         clone.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
@@ -82,7 +83,8 @@ class VocabParallelHead(_Grouped):
     Args:
         hidden_size: H.
         vocab_size: V, of the global vocabulary; split as `torch.chunk` does.
-        group: ranks that share the vocabulary; None: not sharded.
+        group: ranks that share the vocabulary, as a process group or a 1-D device mesh; None: not sharded. FSDP2 wants
+            the mesh, a dimension of the one that it shards over.
         bias: whether the head has one.
         hidden_layout, hidden_grad_scale: as in `linear_cross_entropy`.
         options: the fields of `LossOptions`.
@@ -97,7 +99,7 @@ class VocabParallelHead(_Grouped):
         self,
         hidden_size: int,
         vocab_size: int,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         bias: bool = False,
         *,
         hidden_layout: str = "replicated",
@@ -111,7 +113,11 @@ class VocabParallelHead(_Grouped):
         self._options = options
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
-        self.group = group if collectives.world_size(group) > 1 else None
+        if isinstance(group, DeviceMesh) and group.ndim != 1:
+            raise ValueError(f"expected a process group or a 1-D mesh, got a mesh of {group.ndim} dimensions: name one")
+        self._mesh = group if isinstance(group, DeviceMesh) else None
+        process_group = group.get_group() if isinstance(group, DeviceMesh) else group
+        self.group = process_group if collectives.world_size(process_group) > 1 else None
         self.hidden_layout = hidden_layout
         self.hidden_grad_scale = hidden_grad_scale
         self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))
@@ -124,7 +130,7 @@ class VocabParallelHead(_Grouped):
     def from_linear(
         cls,
         linear: nn.Linear,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         hidden_layout: str = "replicated",
         hidden_grad_scale: float = 1.0,
@@ -229,7 +235,7 @@ class VocabParallelHead(_Grouped):
     def _parameter(self, local: Tensor, requires_grad: bool = True) -> nn.Parameter:
         if self.group is None:
             return nn.Parameter(local, requires_grad)
-        mesh = DeviceMesh.from_group(self.group, "cpu" if local.is_meta else local.device.type)
+        mesh = self._mesh or DeviceMesh.from_group(self.group, "cpu" if local.is_meta else local.device.type)
         shape = torch.Size((self.vocab_size, *local.shape[1:]))
         stride = (*shape[1:], 1)
         shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -1,10 +1,12 @@
 """VocabParallelHead, LinearCrossEntropyLoss and count_valid_tokens."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flce_dist
 from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, count_valid_tokens
@@ -295,3 +297,18 @@ def _copies(ctx: Context) -> None:
 def test_modules_can_be_copied(workers: Pool) -> None:
     """An exponential moving average of the weights does so; a process group cannot be copied."""
     workers.run(2, _copies)
+
+
+def _on_a_mesh(ctx: Context) -> None:
+    mesh = init_device_mesh("cpu", (ctx.world // 2, 2), mesh_dim_names=("data", "tensor"))
+    tensor = mesh["tensor"]
+    head = VocabParallelHead(H, V, tensor)
+    assert head.weight.device_mesh is tensor
+    assert head.shard == VocabShard.even(V, tensor.get_local_rank(), 2)
+    assert copy.deepcopy(head).group is head.group
+    with pytest.raises(ValueError, match="1-D"):
+        VocabParallelHead(H, V, mesh)
+
+
+def test_a_dimension_of_a_mesh_is_a_group(workers: Pool) -> None:
+    workers.run(4, _on_a_mesh)

@@ -1,0 +1,97 @@
+"""A linear head that a framework owns (wraps, shards or built) learns to compute the loss in its own forward."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .api import LossOutput, linear_cross_entropy
+from .options import LossOptions, LossOptionsDict
+from .shard import VocabShard
+
+_ATTRIBUTE = "_flce_loss"
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What a head's forward needs to know beside its parameters, and the forward that it had."""
+
+    plain_forward: Callable[..., Any]
+    own_forward: bool
+    """Whether `plain_forward` was an attribute of the instance (a framework had replaced it before)."""
+    arguments: dict[str, Any]
+    """`group`, `vocab_shard` … and the fields of `LossOptions`, as `linear_cross_entropy` takes them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadLoss:
+        # The arguments hold process groups, which are handles. A bound method is copied with its module.
+        return HeadLoss(copy.deepcopy(self.plain_forward, memo), self.own_forward, self.arguments)
+
+
+def attach_loss(
+    head: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int | None = None,
+    vocab_shard: VocabShard | None = None,
+    hidden_layout: str = "replicated",
+    hidden_grad_scale: float = 1.0,
+    **options: Unpack[LossOptionsDict],
+) -> None:
+    """Gives `head` the forward `(hidden, target=None, **tensors)`: the loss, and without a target what it gave before.
+
+    The loss is computed from `head.weight` (and `head.bias`) as they are inside the forward: gathered by FSDP or ZeRO,
+    a vocabulary shard under tensor parallelism, a DTensor `Shard(0)` on the tensor mesh under both. Parameters, names
+    and the state dict stay. `detach_loss` undoes it.
+
+    Args:
+        head: a module with `weight [L, H]` and optionally `bias [L]`, and no other parameters.
+        group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale, options: as `linear_cross_entropy` takes
+            them. The options are checked here, the rest with the first call.
+
+    Raises:
+        TypeError: `head` has no weight, or parameters that the loss would leave out (an adapter's).
+        ValueError: it has a loss already.
+    """
+    LossOptions(**options)
+    names = {name for name, _ in head.named_parameters()}
+    if "weight" not in names or names - {"weight", "bias"}:
+        raise TypeError(
+            f"expected a linear head with the parameters weight and bias, got {type(head).__name__} with "
+            f"{sorted(names)}: what the others compute would be left out of the loss"
+        )
+    if hasattr(head, _ATTRIBUTE):
+        raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")
+    arguments = {
+        "group": group,
+        "vocab_size": vocab_size,
+        "vocab_shard": vocab_shard,
+        "hidden_layout": hidden_layout,
+        "hidden_grad_scale": hidden_grad_scale,
+        **options,
+    }
+    setattr(head, _ATTRIBUTE, HeadLoss(head.forward, "forward" in vars(head), arguments))
+    head.forward = types.MethodType(_forward, head)
+
+
+def detach_loss(head: nn.Module) -> None:
+    """Gives `head` the forward it had before `attach_loss`."""
+    loss: HeadLoss = getattr(head, _ATTRIBUTE)
+    delattr(head, _ATTRIBUTE)
+    del head.forward
+    if loss.own_forward:
+        head.forward = loss.plain_forward
+
+
+def _forward(self: nn.Module, hidden: Tensor, target: Tensor | None = None, **tensors: Any) -> Tensor | LossOutput:
+    loss: HeadLoss = getattr(self, _ATTRIBUTE)
+    if target is None:
+        return loss.plain_forward(hidden, **tensors)
+    return linear_cross_entropy(
+        hidden, self.weight, target, bias=getattr(self, "bias", None), **tensors, **loss.arguments
+    )

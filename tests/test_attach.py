@@ -1,0 +1,103 @@
+"""attach_loss and detach_loss: a head that a framework owns computes the loss in its own forward."""
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flce_dist import VocabShard
+from flce_dist.attach import attach_loss, detach_loss
+from tests.kit.workers import Context, Pool
+
+N, H, V = 12, 8, 21
+
+
+def _data(bias: bool = True) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(H, V, bias=bias, dtype=torch.float64)
+    hidden = torch.randn(3, N // 3, H, dtype=torch.float64, requires_grad=True)
+    return head, hidden, torch.randint(0, V, (3, N // 3))
+
+
+def _reference(head: nn.Module, hidden: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+    logits = nn.functional.linear(hidden, head.weight, head.bias)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return [loss, *torch.autograd.grad(loss, [hidden, *head.parameters()])]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_and_gradients_are_those_of_the_plain_head(bias: bool) -> None:
+    head, hidden, target = _data(bias)
+    expected = _reference(head, hidden, target)
+    logits = head(hidden)
+    names = list(head.state_dict())
+    attach_loss(head, chunk_rows=5)
+    loss = head(hidden, target)
+    torch.testing.assert_close([loss, *torch.autograd.grad(loss, [hidden, *head.parameters()])], expected)
+    assert torch.equal(head(hidden), logits)
+    assert list(head.state_dict()) == names
+    detach_loss(head)
+    with pytest.raises(TypeError):
+        head(hidden, target)
+    assert "forward" not in vars(head)
+
+
+def test_a_copy_uses_its_own_parameters() -> None:
+    head, hidden, target = _data()
+    attach_loss(head)
+    clone = copy.deepcopy(head)
+    with torch.no_grad():
+        head.weight.zero_()
+    assert not clone(hidden).eq(head(hidden)).all()
+    torch.testing.assert_close(clone(hidden, target), _reference(clone, hidden, target)[0])
+
+
+def test_a_forward_that_a_framework_replaced_comes_back() -> None:
+    head, hidden, target = _data()
+    head.forward = types.MethodType(lambda self, hidden: hidden @ self.weight.T, head)
+    replaced = head(hidden)
+    attach_loss(head)
+    assert head(hidden, target).dim() == 0
+    assert torch.equal(head(hidden), replaced)
+    detach_loss(head)
+    assert torch.equal(head(hidden), replaced)
+
+
+def test_refusals() -> None:
+    head, *_ = _data()
+    with pytest.raises(ValueError, match="label_smoothing"):
+        attach_loss(head, label_smoothing=2.0)
+    attach_loss(head)
+    with pytest.raises(ValueError, match="detach_loss"):
+        attach_loss(head)
+    with pytest.raises(TypeError, match="weight"):
+        attach_loss(nn.Identity())
+    adapter = nn.Linear(H, V)
+    adapter.register_parameter("lora", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(TypeError, match="lora"):
+        attach_loss(adapter)
+
+
+def _sharded(ctx: Context) -> list[Any]:
+    full, hidden, target = _data()
+    shard = VocabShard.even(V, ctx.rank, ctx.world)
+    head = nn.Linear(H, shard.num_rows, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(full.weight[shard.start : shard.stop])
+        head.bias.copy_(full.bias[shard.start : shard.stop])
+    attach_loss(head, ctx.group, vocab_shard=shard)
+    loss = head(hidden, target)
+    return [loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plain_shard_in_a_group(world: int, workers: Pool) -> None:
+    expected = _reference(*_data())
+    results = workers.run(world, _sharded)
+    for loss, hidden_grad, _, _ in results:
+        torch.testing.assert_close([loss, hidden_grad], expected[:2])
+    for index in (2, 3):
+        torch.testing.assert_close(torch.cat([result[index] for result in results]), expected[index])
