@@ -92,6 +92,5 @@ def _forward(self: nn.Module, hidden: Tensor, target: Tensor | None = None, **te
     loss: HeadLoss = getattr(self, _ATTRIBUTE)
     if target is None:
         return loss.plain_forward(hidden, **tensors)
-    return linear_cross_entropy(
-        hidden, self.weight, target, bias=getattr(self, "bias", None), **tensors, **loss.arguments
-    )
+    weight: Any = self.weight
+    return linear_cross_entropy(hidden, weight, target, bias=getattr(self, "bias", None), **tensors, **loss.arguments)
