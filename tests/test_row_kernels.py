@@ -131,10 +131,13 @@ def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
         grad = i["logits"]
         stats = fresh.row_stats(rows, i["logits"], i["target"], i["spec"], i["column_weight"], 100)
         results[f"{name} stats"] = stats
-        known = fresh.row_stats(torch_rows, i["logits"], i["target"], i["spec"], i["column_weight"])
+        known = fresh.row_stats(torch_rows, _inputs(row)["logits"], i["target"], i["spec"], i["column_weight"])
         results[f"{name} given stats"] = known
         rows.row_grad_(i["logits"], grad, i["target"], known, i["weights"], i["spec"], i["column_weight"])
         results[f"{name} grad"] = grad.clone()
+        i = _inputs(row)  # logits that row_stats has not seen, as when they are computed again
+        rows.row_grad_(i["logits"], i["logits"], i["target"], known, i["weights"], i["spec"], i["column_weight"])
+        results[f"{name} grad alone"] = i["logits"].clone()
         i = _inputs(row)
         fused = fresh.row_stats_grad_(
             rows, i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"]
@@ -159,8 +162,8 @@ def test_statistics_and_gradients(row: dict[str, Any], interpreted_workers: Pool
                 torch.testing.assert_close(
                     stats[k].double(), expected[k], rtol=bound * 4, atol=bound * float(scale) * 8, msg=f"{name} {k}"
                 )
-        for kind in ("grad", "fused grad"):
-            source = got[f"{name} given stats" if kind == "grad" else f"{name} fused stats"]
+        for kind in ("grad", "grad alone", "fused grad"):
+            source = got[f"{name} fused stats" if kind == "fused grad" else f"{name} given stats"]
             grad, expected = got[f"{name} {kind}"].double(), _specified_grad(i, source)
             torch.testing.assert_close(grad, expected, rtol=bound * 20, atol=bound * 4, msg=f"{name} {kind}")
             assert (grad[1] == 0).all(), "a row with coefficients 0 has gradient 0 whatever its logits hold"
