@@ -13,7 +13,7 @@ complete in its replica and only averaged over the R replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import torch
@@ -69,7 +69,6 @@ class NeverGatheredHead(VocabParallelHead):
             hidden_size, vocab_size, mesh, bias, hidden_layout="sharded", hidden_grad_scale=mesh.size(mesh.ndim - 1),
             device=device, dtype=dtype, **options,
         )  # fmt: skip
-        self._replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward pass averages the gradient over the replicas; call it as FSDP2's method of this name.
@@ -79,25 +78,31 @@ class NeverGatheredHead(VocabParallelHead):
         """
         self._requires_gradient_sync = requires_gradient_sync
 
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same rows."""
+        assert self._mesh is not None
+        return self._mesh.get_group(0) if self._mesh.ndim == 2 and self._mesh.size(0) > 1 else None
+
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self._replicas is not None and torch.is_grad_enabled():
-            self._average_gradients()
-        return _local(self.weight, hidden.dtype), None if self.bias is None else _local(self.bias, hidden.dtype)
+        weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias)
+        if self._replicas is not None:
+            if weight.requires_grad:
+                weight = _after_backward(weight, self._average_gradients)
+            elif bias is not None and bias.requires_grad:
+                bias = _after_backward(bias, self._average_gradients)
+        return weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
 
-    @torch.compiler.disable
+    @torch.no_grad()
     def _average_gradients(self) -> None:
-        """Registers the hook where it is not yet: a parameter that was moved, copied or assigned has lost it."""
+        """Over the replicas, in place; of gradients that are equal already it changes nothing."""
+        replicas = self._replicas
+        if replicas is None or not self._requires_gradient_sync:
+            return
         for parameter in self.parameters():
-            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-            if parameter.requires_grad and not any(getattr(hook, "__self__", None) is self for hook in hooks):
-                parameter.register_post_accumulate_grad_hook(self._average_gradient)
-
-    def _average_gradient(self, parameter: Tensor) -> None:
-        if self._requires_gradient_sync:
-            assert self._replicas is not None
-            assert isinstance(parameter.grad, DTensor)
-            grad = parameter.grad.to_local()
-            collectives.all_reduce_sum(grad.div_(dist.get_world_size(self._replicas)), self._replicas)
+            if isinstance(parameter.grad, DTensor):
+                grad = parameter.grad.to_local()
+                collectives.all_reduce_sum(grad.div_(dist.get_world_size(replicas)), replicas)
 
     def _parameter(self, local: Tensor, requires_grad: bool = True) -> nn.Parameter:
         assert self._mesh is not None
@@ -105,6 +110,27 @@ class NeverGatheredHead(VocabParallelHead):
 
     def _from_full(self, full: Tensor) -> nn.Parameter:
         return self._parameter(full.detach()[self.shard.start : self.shard.stop].clone(), full.requires_grad)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity in front of a parameter. Its backward has `callback` called once the whole pass is through, when all
+    gradients are accumulated. A hook on the parameter itself would do so too, but is lost silently when the module is
+    moved to another dtype or device, or copied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, callback: Callable[[], None]) -> Tensor:
+        ctx.callback = callback
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.callback)
+        return grad, None
+
+
+@torch.compiler.disable(reason="what is called after the backward pass is no part of a graph")
+def _after_backward(tensor: Tensor, callback: Callable[[], None]) -> Tensor:
+    return _AfterBackward.apply(tensor, callback)
 
 
 def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[LossOptionsDict]) -> NeverGatheredHead:
@@ -206,9 +232,9 @@ def _norm_of_fsdp1(root: FullyShardedDataParallel, norm_type: float) -> Tensor:
             parameter.grad = grad
 
 
-def _local(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     assert isinstance(parameter, DTensor)
-    return parameter.to_local().to(dtype)
+    return parameter.to_local()
 
 
 def _grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
