@@ -115,9 +115,9 @@ class VocabParallelHead(_Grouped):
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         if isinstance(group, DeviceMesh) and group.ndim > self._max_mesh_dims:
+            wanted = " or ".join(f"{n}-D" for n in range(1, self._max_mesh_dims + 1))
             raise ValueError(
-                f"expected a process group or a mesh of at most {self._max_mesh_dims} dimensions, got a mesh of "
-                f"{group.ndim}: name one of them"
+                f"expected a process group or a {wanted} mesh, got a mesh of {group.ndim} dimensions: name one"
             )
         self._mesh = group if isinstance(group, DeviceMesh) else None
         process_group = group.get_group(group.ndim - 1) if isinstance(group, DeviceMesh) else group

@@ -246,7 +246,7 @@ def refused(ctx: Context, what: str) -> None:
         ("no linear", "expected norm to be an nn.Linear or an unsharded VocabParallelHead, got LayerNorm"),
         ("sharded already", "unsharded VocabParallelHead"),
         ("no mesh", "expected the device mesh that FSDP shards over, got ProcessGroup"),
-        ("three dimensions", "at most 2 dimensions, got a mesh of 3"),
+        ("three dimensions", "a 1-D or 2-D mesh, got a mesh of 3 dimensions"),
         ("option", "softcap must be positive"),
         ("logits", "logits of token-sharded hidden states"),
         ("FSDP2 was not told", "mesh"),
