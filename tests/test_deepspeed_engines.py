@@ -101,3 +101,41 @@ TENSOR = [
 @pytest.mark.parametrize("cell", TENSOR, ids=lambda cell: cell.id)
 def test_tensor_parallel_heads_on_two_by_two_ranks(cell: Cell, engine_workers: Engines) -> None:
     run(engine_workers, 4, cell, data_ranks=2)
+
+
+def autotp(**options: Any) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": 2, **options}}
+
+
+LLAMA = [
+    *[Cell(stage, "float32", 2, 0.3, tied, llama=True) for stage in range(4) for tied in (False, True)],
+    Cell(2, "bfloat16", llama=True),
+    Cell(3, "bfloat16", 2, 0.3, llama=True),
+    Cell(3, "float32", 2, 0.3, llama=True, section=DATA),
+    Cell(3, "bfloat16", 2, 0.3, llama=True, section=DATA),
+]
+HEADS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("gathered", False, {}),
+    ("gathered by choice", False, {"vocab_parallel_lm_head": False}),
+    ("sharded logits", False, {"vocab_parallel_lm_head": True}),
+    ("tied", True, {}),
+]
+LLAMA_AUTOTP = [
+    pytest.param(
+        # The clipping of ZeRO stage 0 in 16 bits is that of TENSOR.
+        Cell(stage, dtype, 2, 0.3 if stage or dtype == "float32" else 0.0, tied, llama=True, extra=autotp(**options)),
+        id=f"zero{stage}-{dtype}-{name}",
+        marks=(pytest.mark.exhaustive,) if dtype == "bfloat16" and stage in (0, 2) else (),
+    )
+    for stage, dtype, (name, tied, options) in itertools.product(range(4), DTYPES, HEADS)
+]
+
+
+@pytest.mark.parametrize("cell", LLAMA, ids=lambda cell: cell.id)
+def test_a_transformers_model_with_labels(cell: Cell, engine_workers: Engines) -> None:
+    run(engine_workers, 2, cell)
+
+
+@pytest.mark.parametrize("cell", LLAMA_AUTOTP)
+def test_a_transformers_model_under_autotp(cell: Cell, engine_workers: Engines) -> None:
+    run(engine_workers, 4, cell, data_ranks=2)

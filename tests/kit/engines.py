@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.kit.compare import assert_close
 from tests.kit.workers import Context
 
 H, ROWS, LENGTH, STEPS, LR = 16, 2, 6, 3, 0.5
@@ -36,6 +35,8 @@ class Cell:
     vocab_size: int = 37
     mpu: bool = False
     zero_init: bool = False
+    llama: bool = False
+    """A model of transformers, called with labels, instead of `TinyModel`."""
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +44,13 @@ class Cell:
     @property
     def id(self) -> str:
         parts = [f"zero{self.stage}", self.dtype, f"acc{self.accumulation}", f"clip{self.clip:g}"]
-        parts += ["tied"] * self.tied + ["bias"] * self.bias + ["mpu"] * self.mpu + ["zero.Init"] * self.zero_init
+        parts += (
+            ["llama"] * self.llama
+            + ["tied"] * self.tied
+            + ["bias"] * self.bias
+            + ["mpu"] * self.mpu
+            + ["zero.Init"] * self.zero_init
+        )
         parts += [f"{key}={value}" for key, value in self.section.items()]
         return "-".join([*parts, *self.zero, *self.extra])
 
@@ -84,9 +91,14 @@ class TinyModel(nn.Module):
         return self.lm_head(self.hidden(ids), labels, **arguments)
 
 
-def make_model(cell: Cell) -> TinyModel:
-    torch.manual_seed(0)
-    model = TinyModel(cell.vocab_size, cell.tied, cell.bias)
+def make_model(cell: Cell) -> Any:
+    if cell.llama:
+        from tests.kit.causal_lm import tiny
+
+        model = tiny(vocab_size=cell.vocab_size, hidden_size=H, tie_word_embeddings=cell.tied, num_key_value_heads=4)
+    else:
+        torch.manual_seed(0)
+        model = TinyModel(cell.vocab_size, cell.tied, cell.bias)
     if cell.dtype == "bfloat16":
         model.bfloat16().float()  # the values that the engine starts from
     return model
@@ -114,6 +126,13 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
+def full_logits_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    if not isinstance(model, TinyModel):
+        return model(input_ids=ids, labels=labels).loss
+    logits = F.linear(model.hidden(ids), model.lm_head.weight, model.lm_head.bias).float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def train_alone(cell: Cell, data_ranks: int) -> Trained:
     """The reference: SGD on the whole batch in one process, cross entropy on full logits. In bfloat16: the parameters
     of forward and backward are rounded, those of the optimizer are float32, as ZeRO's are."""
@@ -124,9 +143,7 @@ def train_alone(cell: Cell, data_ranks: int) -> Trained:
     for step in batches(cell, data_ranks):
         total = 0.0
         for ids, labels in step:
-            hidden = low.hidden(ids)
-            logits = F.linear(hidden, low.lm_head.weight, low.lm_head.bias).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / cell.accumulation
+            loss = full_logits_loss(low, ids, labels) / cell.accumulation
             loss.backward()
             total += loss.item()
         if low is not model:
@@ -180,14 +197,16 @@ def gathered(engine: Any) -> dict[str, Tensor]:
     return values
 
 
-def steps(engine: Any, cell: Cell, ctx: Context, trained: Trained, forward: Callable[..., Any] | None = None) -> None:
+def steps(engine: Any, cell: Cell, ctx: Context, trained: Trained) -> None:
     """STEPS optimizer steps on this rank's part of the batches."""
     data_ranks, rank = dist.get_world_size(engine.data_parallel_group), dist.get_rank(engine.data_parallel_group)
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
     for step in batches(cell, data_ranks):
         total = torch.zeros(())
         for ids, labels in step:
-            loss = (forward or engine)(ids[mine], labels[mine])
+            loss = (
+                engine(input_ids=ids[mine], labels=labels[mine]).loss if cell.llama else engine(ids[mine], labels[mine])
+            )
             engine.backward(loss)
             engine.step()
             total += loss.detach().float().cpu() / cell.accumulation
@@ -253,15 +272,18 @@ def train_engine(ctx: Context, cell: Cell) -> Trained:
 
 
 def joined(parameters: dict[str, Tensor], head: nn.Module, cell: Cell) -> dict[str, Tensor]:
-    """The parameters with the head's shards put together, over the group of its loss."""
+    """The parameters, those that are sharded over the group of the head's loss put together."""
     group = head._flce_loss.arguments["group"]  # type: ignore[union-attr]
     if group is None:
         return parameters
-    shards = [name for name, value in parameters.items() if value.shape[0] != cell.vocab_size and "lm_head" in name]
-    for name in shards:
+    for name, whole in make_model(cell).named_parameters():
+        local = parameters[name]
+        if local.shape == whole.shape:
+            continue
         parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, parameters[name], group=group)
-        parameters[name] = torch.cat(parts)[: cell.vocab_size]
+        dist.all_gather_object(parts, local, group=group)
+        split = 0 if local.shape[1:] == whole.shape[1:] else 1
+        parameters[name] = torch.cat(parts, split)[: whole.shape[0]]
     return parameters
 
 
@@ -281,5 +303,9 @@ def judge(cell: Cell, results: list[Trained], data_ranks: int) -> None:
             assert actual == pytest.approx(wanted, rel=bound), f"{what} of rank {rank}: {actual}, expected {wanted}"
         assert trained.parameters.keys() == expected.parameters.keys()
         for name, value in trained.parameters.items():
-            moved, wanted = value.float() - start[name], expected.parameters[name] - start[name]
-            assert_close(moved, wanted, bound, f"change of {name} on rank {rank}")
+            first, wanted = start[name].detach(), expected.parameters[name]
+            # Beside the gradients' error: each step rounds the float32 parameter, here and in the reference.
+            allowed = bound * (wanted - first).norm() + 2 * STEPS * 2**-24 * first.norm()
+            error = (value.float() - wanted).norm()
+            assert (wanted - first).norm() > 20 * allowed, f"{name} hardly moves: this cell says nothing of it"
+            assert error <= allowed, f"{name} on rank {rank}: off by {error:.3g}, allowed {allowed:.3g}"

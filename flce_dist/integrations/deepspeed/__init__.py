@@ -7,10 +7,12 @@ docs/deepspeed.md has the section's keys and what each setting does. DeepSpeed i
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -80,16 +82,35 @@ def attach(engine: Any) -> nn.Module | None:
             stacklevel=2,
         )
         return None
-    head = find_head(engine.module, section)
+    model = engine.module
+    head = find_head(model, section)
     layout = layout_of(head, section, engine)
-    attach_loss(
-        head,
-        layout.group,
-        vocab_shard=layout.vocab_shard,
-        hidden_layout=layout.hidden_layout,
-        **section.options,
-    )
+    arguments = {"vocab_shard": layout.vocab_shard, "hidden_layout": layout.hidden_layout, **section.options}
+    if section.head is None and _is_causal_lm(model):
+        _apply_to_causal_lm(model, section, layout.group, arguments)
+    else:
+        attach_loss(head, layout.group, **arguments)
     return head
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, perhaps in PEFT's wrapper."""
+    transformers = sys.modules.get("transformers")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return transformers is not None and isinstance(base, transformers.PreTrainedModel)
+
+
+def _apply_to_causal_lm(model: Any, section: Section, group: dist.ProcessGroup | None, arguments: Any) -> None:
+    from ..transformers import apply
+
+    if section.options.get("reduction", "mean") != "mean":
+        raise ValueError(
+            f'{section.where}.reduction: a {type(model).__name__} returns one loss, the "mean"; got '
+            f"{section.options['reduction']!r}"
+        )
+    if hasattr(model, "_deepspeed_original_loss_function"):  # AutoTP has put its loss on sharded logits in its place
+        model.loss_function = model._deepspeed_original_loss_function
+    apply(model, group, **arguments)
 
 
 def _config_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
