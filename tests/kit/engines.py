@@ -197,16 +197,17 @@ def gathered(engine: Any) -> dict[str, Tensor]:
     return values
 
 
-def steps(engine: Any, cell: Cell, ctx: Context, trained: Trained) -> None:
+def steps(engine: Any, cell: Cell, trained: Trained, forward: Callable[..., Any] | None = None) -> None:
     """STEPS optimizer steps on this rank's part of the batches."""
     data_ranks, rank = dist.get_world_size(engine.data_parallel_group), dist.get_rank(engine.data_parallel_group)
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
     for step in batches(cell, data_ranks):
         total = torch.zeros(())
         for ids, labels in step:
-            loss = (
-                engine(input_ids=ids[mine], labels=labels[mine]).loss if cell.llama else engine(ids[mine], labels[mine])
-            )
+            if cell.llama:
+                loss = engine(input_ids=ids[mine], labels=labels[mine]).loss
+            else:
+                loss = (forward or engine)(ids[mine], labels[mine])
             engine.backward(loss)
             engine.step()
             total += loss.detach().float().cpu() / cell.accumulation
@@ -264,7 +265,7 @@ def train_engine(ctx: Context, cell: Cell) -> Trained:
                 parameter.data = parameter.data[start:stop].clone()
         engine, *_ = initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
         trained = Trained([], [], {})
-        steps(engine, cell, ctx, trained)
+        steps(engine, cell, trained)
         trained.parameters = gathered(engine)
         trained.parameters = joined(trained.parameters, model.lm_head, cell)
         engine.destroy()

@@ -93,7 +93,7 @@ def attach(engine: Any) -> nn.Module | None:
     return head
 
 
-def _is_causal_lm(model: nn.Module) -> bool:
+def _is_causal_lm(model: Any) -> bool:
     """Whether it is a model of transformers, perhaps in PEFT's wrapper."""
     transformers = sys.modules.get("transformers")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -77,15 +77,17 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
         sizes, rank = head._partition_sizes, head.tp_index
         start = sum(sizes[:rank])
         return Layout(head.mp_group, VocabShard(sum(sizes), start, start + sizes[rank]))
-    # AutoTP would have sharded it as above; with a model-parallel unit the model's author did, or did not.
-    ranks = 1 if engine.autotp_size() > 1 else bwc_tensor_model_parallel_world_size(engine.mpu)
+    # AutoTP would have sharded it as above, and sequence parallelism shards no weight; with a model-parallel unit the
+    # model's author did, or did not.
+    mpu = None if engine.autotp_size() > 1 or hasattr(engine.mpu, "initialize_sequence_parallel") else engine.mpu
+    ranks = bwc_tensor_model_parallel_world_size(mpu)
     if wanted == "tensor" or (wanted is None and getattr(head.weight, "tensor_model_parallel", False)):
         if ranks < 2:
             raise ValueError(
                 f'{where}: "tensor", but the {type(head).__name__} is not sharded: set tensor_parallel.autotp_size so '
                 "that AutoTP shards it, or pass mpu to initialize with a head that holds this rank's rows"
             )
-        return _rows_of_this_rank(head, bwc_tensor_model_parallel_group(engine.mpu))
+        return _rows_of_this_rank(head, bwc_tensor_model_parallel_group(mpu))
     if wanted is None and ranks > 1:
         raise ValueError(
             f"{where}: the {type(head).__name__} does not say whether it holds the whole vocabulary or this "
