@@ -78,7 +78,8 @@ def _specified_stats(i: dict[str, Any], first_column: int) -> Tensor:
         shift = 0.0 if m == -math.inf else m
         e = torch.exp(z[r] - shift)
         t = int(i["target"][r])
-        out[0, r], out[1, r] = m, e.sum()
+        others = torch.arange(columns) != t
+        out[0, r], out[1, r] = m, e[others].sum()
         if 0 <= t < columns:
             out[2, r], out[3, r] = z[r, t], 1.0
         c = torch.ones(columns, dtype=torch.float64) if i["column_weight"] is None else i["column_weight"].double()
@@ -88,7 +89,9 @@ def _specified_stats(i: dict[str, Any], first_column: int) -> Tensor:
         if spec.argmax:
             out[spec.argmax_row, r] = first_column + min(j for j in range(columns) if z[r, j] == m)
         if spec.entropy:
-            out[spec.entropy_row, r] = sum(((v - shift) * math.exp(v - shift)) for v in z[r].tolist() if v > -math.inf)
+            out[spec.entropy_row, r] = sum(
+                ((v - shift) * math.exp(v - shift)) for v in z[r, others].tolist() if v > -math.inf
+            )
     return out
 
 
@@ -100,6 +103,8 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
         if b == 0:
             continue
         m, s = stats[0, r].double(), stats[1, r].double()
+        target_exp = torch.exp(stats[2, r].double() - m) if stats[3, r] else 0.0
+        s = s + target_exp
         c = torch.ones(z.shape[1], dtype=torch.float64)
         if i["column_weight"] is not None:
             c = i["column_weight"].double()
@@ -112,7 +117,7 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
             one_hot[i["target"][r]] = 1.0
         g = a * torch.exp(z[r] - m) / s - b * one_hot - uniform * c
         if spec.token_scaling:
-            g = g * torch.exp(stats[2, r].double() - m) / s
+            g = g * target_exp / s
         grad[r] = g if spec.softcap is None else g * (1 - (z[r] / spec.softcap) ** 2)
     return grad
 
@@ -207,14 +212,14 @@ def test_combined_parts_are_the_whole(cuts: list[int], special: str, interpreted
 
 def _loss_sum(_: Context, dtype: torch.dtype, num_rows: int, flags: dict[str, bool], bad: int | None) -> dict[str, Any]:
     from flce_dist.kernels import torch_rows, triton_rows
-    from flce_dist.kernels.spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights
+    from flce_dist.kernels.spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights
 
     generator = torch.Generator().manual_seed(num_rows)
     spec = RowSpec(uniform=flags["uniform"], token_scaling=flags["token_scaling"])
     stats = torch.rand(spec.num_stats, num_rows, generator=generator, dtype=dtype)
     stats[MAX] = 1e4 + stats[MAX]
     stats[TARGET] = stats[MAX] - stats[TARGET]
-    stats[SUM] = 1 + stats[SUM]
+    stats[OTHERS] = 1 + stats[OTHERS]
     stats[OWNED] = 1
     valid = torch.rand(num_rows, generator=generator) > 0.3
     stats[:, ~valid] = torch.nan
