@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch.distributed as dist
 from torch import nn
 
-from .. import collectives
-from ..head import VocabParallelHead
-from ..options import LossOptionsDict
+from ... import collectives
+from ...head import VocabParallelHead
+from ...options import LossOptionsDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
