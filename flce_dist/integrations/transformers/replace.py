@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import collectives
-from ..head import VocabParallelHead
-from ..options import LossOptionsDict
+from ... import collectives
+from ...head import VocabParallelHead
+from ...options import LossOptionsDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

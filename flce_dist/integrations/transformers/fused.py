@@ -1,0 +1,274 @@
+"""How a causal LM of transformers computes its loss in its head, once `apply` has given it these forwards.
+
+No forward is copied. The model's forward is wrapped to put the labels aside; the head's forward, which runs inside
+whatever FSDP, ZeRO or tensor parallelism wrapped around it, computes the loss from them and returns it as if it were
+the logits; and `model.loss_function`, to which the model hands those, returns it. So the loss is the tensor that the
+head module returned, which is what those frameworks need.
+
+What the model does with logits in between (softcap, factors) happens to that tensor too. So its value is not the loss
+but a probe: in the first step of training and of evaluation the value that arrives at the loss function is compared
+with what the declared transformation makes of the probe. The gradient of the loss flows through the tensor; its value
+travels beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...api import LossOutput
+from . import after_head, heads
+from .no_logits import NO_LOGITS, with_logits
+
+if TYPE_CHECKING:
+    pass
+
+ATTRIBUTE = "_flce_fused_loss"
+
+
+@dataclass
+class _Call:
+    """One forward of the model with labels."""
+
+    labels: Tensor
+    """As the loss function will be given them."""
+    target: Tensor
+    """Shifted: what the head predicts."""
+    num_items: Tensor | float | None
+    keep: int | Tensor
+    """`logits_to_keep`, when the caller asked for logits."""
+    output: LossOutput | None = None
+    logits: Tensor | None = None
+    returned: Tensor | None = None
+    """What the head module returned, after the hooks of all frameworks."""
+    delivered: bool = False
+
+
+@dataclass
+class Head:
+    """A head, and the forward and hook it was given."""
+
+    module: nn.Module
+    plain_forward: Callable[..., Any]
+    own_forward: bool
+    hook: int
+
+
+@dataclass
+class FusedLoss:
+    """What `apply` returns; it is shared by the model and its heads."""
+
+    model: Any
+    after: after_head.AfterHead
+    ignore_index: int
+    aux: tuple[str, ...]
+    eval_logits: bool
+    data_ranks: int
+    """Ranks with tokens of their own whose loss is one (`hidden_layout="sharded"`)."""
+    plain_forward: Callable[..., Any]
+    own_forward: bool
+    signature: inspect.Signature
+    sharded_here: bool = False
+    heads: list[Head] = field(default_factory=list)
+    checked: set[bool] = field(default_factory=set)
+    """`model.training` of the calls whose transformation after the head was compared."""
+    call: _Call | None = None
+    output: LossOutput | None = None
+    """Of the last forward with labels: the loss, detached, and what `aux` asked for."""
+
+    def remove(self) -> None:
+        """Gives the model the forwards and the loss function it had. A head that `apply` sharded becomes a full
+        `nn.Linear` again (one all-gather a parameter, on all ranks of its group)."""
+        for each in self.heads:
+            head = each.module
+            head._forward_hooks.pop(each.hook)
+            delattr(head, ATTRIBUTE)
+            _restore(head, each.own_forward, each.plain_forward)
+            heads.take_loss(head)
+        if self.sharded_here:
+            heads.unshard_head(self.model, self.heads[0].module)  # type: ignore[arg-type]
+        del self.model._loss_function
+        delattr(self.model, ATTRIBUTE)
+        _restore(self.model, self.own_forward, self.plain_forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLoss:
+        """A copied model has a loss of its own; a copied head (PEFT's `modules_to_save`) stays with its model."""
+        if id(self.model) not in memo:
+            return self
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        for name, value in vars(self).items():
+            setattr(clone, name, value if name in ("signature", "output") else copy.deepcopy(value, memo))
+        return clone
+
+
+def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    shared: FusedLoss = getattr(self, ATTRIBUTE)
+    bound = shared.signature.bind_partial(self, *args, **kwargs)
+    given = bound.arguments
+    extra = given.get("kwargs", {})
+    labels, shift_labels = given.get("labels"), given.get("shift_labels", extra.get("shift_labels"))
+    if labels is None and shift_labels is None:
+        return shared.plain_forward(*args, **kwargs)
+    if shared.eval_logits and not self.training:
+        return shared.plain_forward(*args, **kwargs)
+    keep = given.get("logits_to_keep", 0)
+    if labels is None or not _is_default(keep):
+        given["labels"] = shift_labels if labels is None else labels
+        if "logits_to_keep" in given:
+            given["logits_to_keep"] = 0
+        args, kwargs = bound.args[1:], bound.kwargs
+    call = _Call(
+        labels=given["labels"],
+        target=_shifted(given["labels"], shared.ignore_index) if shift_labels is None else shift_labels,
+        num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
+        keep=keep,
+    )
+    for each in shared.heads:
+        hooks: Any = each.module._forward_hooks
+        hooks.move_to_end(each.hook)  # a framework may have added hooks of its own
+    shared.call = call
+    try:
+        outputs = shared.plain_forward(*args, **kwargs)
+    except Exception as error:
+        if call.returned is not None and not call.delivered:
+            error.add_note(
+                f"flce_dist: raised by {type(self).__name__} after its head had computed the loss in the place of "
+                "logits: it does with its logits what this loss cannot follow"
+            )
+        raise
+    finally:
+        shared.call = None
+    if not call.delivered:
+        raise RuntimeError(f"{type(self).__name__} did not call its loss_function, though it was given labels")
+    assert call.output is not None
+    shared.output = call.output
+    return with_logits(outputs, NO_LOGITS if call.logits is None else call.logits)
+
+
+def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    shared: FusedLoss = getattr(self, ATTRIBUTE)
+    plain = next(each.plain_forward for each in shared.heads if each.module is self)
+    call = shared.call
+    if call is None or args or kwargs:
+        outputs = plain(hidden, *args, **kwargs)
+        return outputs if args or kwargs else heads.full_logits(self, outputs)
+    if call.output is not None:
+        raise RuntimeError(
+            f"{type(shared.model).__name__} called its head twice in one forward (multi-token prediction?): which of "
+            "the two the labels belong to is not known"
+        )
+    if hidden.shape[:-1] != call.target.shape:
+        raise RuntimeError(
+            f"the head of {type(shared.model).__name__} was given hidden states {tuple(hidden.shape)} for labels "
+            f"{tuple(call.target.shape)}: one for each token is needed"
+        )
+    normalizer = call.num_items
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.reshape(()).to(hidden.device)
+    if normalizer is not None:
+        # The caller multiplies such a loss by the number of data-parallel ranks, because their gradients will be
+        # averaged. A loss that is the sum over all ranks already is divided by it instead.
+        normalizer = normalizer * shared.data_ranks
+    result = plain(hidden, call.target.to(hidden.device), normalizer=normalizer, aux=shared.aux)
+    loss = result.loss if isinstance(result, LossOutput) else result
+    call.output = result._replace(loss=loss.detach()) if isinstance(result, LossOutput) else LossOutput(loss.detach())
+    if not _is_default(call.keep):
+        with torch.no_grad():
+            kept = hidden[:, slice(-call.keep, None) if isinstance(call.keep, int) else call.keep]
+            call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
+    return _WithValue.apply(loss, loss.detach().new_tensor(shared.after.probe))
+
+
+def keep_returned(module: nn.Module, args: Any, output: Any) -> None:
+    call = getattr(module, ATTRIBUTE).call
+    if call is not None:
+        call.returned = output
+
+
+def loss_function(
+    self: Any,
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int | None = None,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    shared: FusedLoss = getattr(self, ATTRIBUTE)
+    call, name = shared.call, type(self).__name__
+    if call is None:
+        ignore_index = shared.ignore_index if ignore_index is None else ignore_index
+        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if call.returned is None or call.output is None:
+        raise RuntimeError(f"{name} did not call its head, {type(shared.heads[0].module).__name__}, for its loss")
+    if self.training not in shared.checked:
+        _check_after_head(shared, call, logits)
+        if labels is not call.labels and not (
+            labels.shape == call.labels.shape and bool((labels == call.labels).all())
+        ):
+            raise RuntimeError(f"{name} gave its loss function other labels than it was given")
+        shared.checked.add(self.training)
+    if ignore_index not in (None, shared.ignore_index):
+        raise RuntimeError(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
+    if call.num_items is not None and num_items_in_batch is None:
+        raise RuntimeError(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
+    call.delivered = True
+    return _WithValue.apply(call.returned, call.output.loss)
+
+
+def _check_after_head(shared: FusedLoss, call: _Call, logits: Tensor) -> None:
+    """Whether the model did with the head's output what was declared. Reads one number from the device.
+
+    Raises:
+        RuntimeError: it did something else.
+    """
+    name, after = type(shared.model).__name__, shared.after
+    expected = after(after.probe)
+    got = logits.item() if logits.dim() == 0 else None
+    if got is not None and abs(got - expected) <= 8 * torch.finfo(logits.dtype).eps * abs(expected):
+        return
+    declared = f"logit_scale={after.scale:g}, softcap={after.softcap}"
+    found = f"{after.probe:g} became {got:g}" if got is not None else f"the result has shape {tuple(logits.shape)}"
+    raise RuntimeError(
+        f"{name} changes its logits after the head in another way than was declared ({declared}): {found}, expected "
+        f"{expected:g}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * logits / softcap); "
+        "what has not this form cannot be computed without logits"
+    )
+
+
+class _WithValue(torch.autograd.Function):
+    """A 0-d tensor with the gradient of one and the value of another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = tensor.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """The next token of each, and `ignore_index` for the last."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def _is_default(keep: int | Tensor) -> bool:
+    return isinstance(keep, int) and keep == 0
+
+
+def _restore(module: nn.Module, own: bool, forward: Callable[..., Any]) -> None:
+    del module.forward
+    if own:
+        module.forward = forward

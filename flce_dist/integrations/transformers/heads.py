@@ -1,0 +1,137 @@
+"""The output embedding of a model as modules that compute the loss: found, refused, sharded."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ...attach import attach_loss, detach_loss
+from ...head import VocabParallelHead
+from ...options import LossOptionsDict
+from ...shard import VocabShard
+
+
+def find_heads(model: Any) -> list[nn.Module]:
+    """The modules that may compute the model's logits: one, or with PEFT's `modules_to_save` the original and its
+    trained copies.
+
+    Raises:
+        TypeError: there is none, or an adapter is around it, whose part the loss would leave out.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"{type(model).__name__} has no output embedding")
+    if "peft" not in sys.modules:
+        return [head]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    for wrapper in model.modules():
+        if not isinstance(wrapper, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            continue
+        if not any(part is head for part in wrapper.modules()):  # get_output_embeddings may look through it
+            continue
+        if not isinstance(wrapper, ModulesToSaveWrapper):
+            raise TypeError(
+                f"the head of this model has an adapter ({type(wrapper).__name__}): the loss is computed from the "
+                "head's weight, and the adapter would neither count nor be trained. Take the head out of "
+                'target_modules, or train all of it: modules_to_save=["lm_head"]'
+            )
+        return [wrapper.original_module, *wrapper.modules_to_save.values()]
+    return [head]
+
+
+def tensor_parallel_group(model: Any, head: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which transformers' own tensor parallelism (`DistributedConfig(tp_size=...)`) sharded the head's
+    vocabulary; None when it did not."""
+    if not isinstance(getattr(head, "weight", None), DTensor) or (getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    return model._mesh_manager.get_mesh("tp").get_group()
+
+
+def give_loss(
+    head: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    vocab_size: int | None,
+    vocab_shard: VocabShard | None,
+    hidden_layout: str,
+    hidden_grad_scale: float,
+    **options: Unpack[LossOptionsDict],
+) -> None:
+    """`attach_loss`, for a head that is known to be linear.
+
+    Raises:
+        TypeError: it computes something else, or its weight is quantized.
+    """
+    vouched = vocab_shard is not None  # a framework's own parallel linear layer, whose caller knows what it is
+    if type(head).forward is not nn.Linear.forward and not vouched:
+        raise TypeError(
+            f"expected nn.Linear as output embedding, got {type(head).__name__}, whose forward computes something else"
+        )
+    weight: Any = head.weight
+    if not weight.is_floating_point():
+        raise TypeError(f"the head's weight is quantized ({weight.dtype}); keep the head in floating point")
+    attach_loss(
+        head,
+        group,
+        vocab_size=vocab_size,
+        vocab_shard=vocab_shard,
+        hidden_layout=hidden_layout,
+        hidden_grad_scale=hidden_grad_scale,
+        **options,
+    )
+
+
+def shard_head(model: Any, linear: nn.Module, group: dist.ProcessGroup, **arguments: Any) -> VocabParallelHead:
+    """Puts a `VocabParallelHead` with this rank's rows in the place of the full head.
+
+    Raises:
+        TypeError: the head is no plain `nn.Linear`.
+        ValueError: it is tied to the input embedding.
+    """
+    if getattr(linear, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+        raise ValueError(
+            "the model ties its output to its input embedding: a sharded head cannot share the full embedding; set "
+            "tie_word_embeddings to false, or do not shard the head"
+        )
+    head = VocabParallelHead.from_linear(linear, group, **arguments)  # type: ignore[arg-type]
+    head.raw_logits = True  # the model caps and scales them itself
+    model.set_output_embeddings(head)
+    return head
+
+
+@torch.no_grad()
+def unshard_head(model: Any, head: VocabParallelHead) -> None:
+    """Puts an `nn.Linear` with the gathered values in the place of the sharded head: one all-gather a parameter."""
+
+    def full(parameter: nn.Parameter) -> nn.Parameter:
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return nn.Parameter(whole.clone(), parameter.requires_grad)
+
+    linear = nn.Linear(head.hidden_size, head.vocab_size, bias=head.bias is not None, device="meta")
+    linear.weight = full(head.weight)
+    if head.bias is not None:
+        linear.bias = full(head.bias)
+    model.set_output_embeddings(linear)
+
+
+def take_loss(head: nn.Module) -> None:
+    """Undoes `give_loss`."""
+    if not isinstance(head, VocabParallelHead):
+        detach_loss(head)
+
+
+def full_logits(head: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., V]` from those of a `VocabParallelHead`'s shard: one all-gather of them when it is sharded."""
+    if not isinstance(head, VocabParallelHead) or not isinstance(head.weight, DTensor):
+        return logits
+    shape = torch.Size((*logits.shape[:-1], head.vocab_size))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = head.weight.device_mesh, [Shard(logits.dim() - 1)]
+    return DTensor.from_local(logits, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()

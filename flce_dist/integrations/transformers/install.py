@@ -1,0 +1,124 @@
+"""`apply`: a causal LM of transformers computes its loss in its head whenever it is given labels."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ... import collectives
+from ...head import VocabParallelHead
+from ...options import LossOptions, LossOptionsDict
+from ...shard import VocabShard
+from . import after_head, heads
+from .fused import ATTRIBUTE, FusedLoss, Head, head_forward, keep_returned, loss_function, model_forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def apply(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int | None = None,
+    vocab_shard: VocabShard | None = None,
+    hidden_layout: str = "replicated",
+    hidden_grad_scale: float = 1.0,
+    aux: Sequence[str] = (),
+    eval_logits: bool = False,
+    **options: Unpack[LossOptionsDict],
+) -> FusedLoss:
+    """Whenever `model` is called with `labels` (or `shift_labels`), its loss is computed in the head without logits, in
+    training and in evaluation. Without labels, and in `generate`, it gives the logits it always gave.
+
+    Call it before DDP or FSDP wraps the model or after, after PEFT, and after `deepspeed.initialize` on its `module`.
+
+    Args:
+        model: a causal LM, or an image-text model built on one, or a `PeftModel` around it.
+        group: ranks that share the vocabulary. A full head is then replaced by a `VocabParallelHead` with this rank's
+            rows; one that a framework has sharded is taken as it is (`vocab_size`, `vocab_shard`). A model that
+            transformers loaded with `tp_size` brings its own. None: not sharded.
+        vocab_size, vocab_shard, hidden_layout, hidden_grad_scale: as `linear_cross_entropy` takes them, for a head that
+            is sharded already.
+        aux: names of further outputs (the fields of `LossOutput`), left in the handle's `output` after each forward.
+        eval_logits: in evaluation, compute the stock loss on stock logits, for metrics that need predictions.
+        options: the fields of `LossOptions`. `logit_scale` and `softcap` say what the model does after its head; by
+            default they are read from its config.
+
+    Returns:
+        The handle: `remove()` undoes it, `output` is the last `LossOutput`.
+
+    Raises:
+        TypeError: the head is not linear, or has an adapter.
+        ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
+
+    The model's forward raises RuntimeError when the logits are changed after the head in a way that was not declared,
+    when the head is called twice or not at all, and when what it was called with cannot be honoured.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    _check_model(base)
+    after = after_head.declare(base.config, options)  # type: ignore[arg-type]
+    checked = LossOptions(**options)
+    if checked.reduction != "mean":
+        raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
+    found = heads.find_heads(base)
+    group = group if group is not None else heads.tensor_parallel_group(base, found[0])
+    where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
+    size = collectives.world_size(group)
+    sharded_here = size > 1 and vocab_size is None and vocab_shard is None and type(found[0]) is nn.Linear
+    sharded_here = sharded_here and not isinstance(found[0].weight, DTensor)
+    if sharded_here:
+        if len(found) > 1:
+            raise TypeError("a head that is trained beside an adapter (modules_to_save) cannot be sharded over a group")
+        assert group is not None
+        found = [heads.shard_head(base, found[0], group, **where)]
+    for head in found:
+        if not isinstance(head, VocabParallelHead):
+            heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
+    layout = getattr(found[0], "hidden_layout", hidden_layout)
+    shared = FusedLoss(
+        model=base,
+        after=after,
+        ignore_index=checked.ignore_index,
+        aux=tuple(aux),
+        eval_logits=eval_logits,
+        data_ranks=collectives.world_size(getattr(found[0], "group", group)) if layout == "sharded" else 1,
+        plain_forward=base.forward,
+        own_forward="forward" in vars(base),
+        signature=inspect.signature(type(base).forward),
+        sharded_here=sharded_here,
+    )
+    for head in found:
+        shared.heads.append(Head(head, head.forward, "forward" in vars(head), 0))
+        setattr(head, ATTRIBUTE, shared)
+        head.forward = types.MethodType(head_forward, head)
+        shared.heads[-1].hook = head.register_forward_hook(keep_returned).id
+    setattr(base, ATTRIBUTE, shared)
+    base.loss_function = types.MethodType(loss_function, base)
+    base.forward = types.MethodType(wraps(type(base).forward)(model_forward), base)
+    return shared
+
+
+def _check_model(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    name = type(model).__name__
+    if hasattr(model, ATTRIBUTE):
+        raise ValueError(f"this {name} has a fused loss already: remove() it first")
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
+        raise TypeError(f"expected a causal language model of transformers, got {name}")
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{name} has the loss function {getattr(model.loss_function, '__name__', model.loss_function)}; only "
+            "ForCausalLMLoss, the cross entropy of the next token, can be computed in the head"
+        )
+    code = inspect.unwrap(type(model).forward).__code__
+    if "loss_function" not in code.co_names and "super" not in code.co_names:
+        raise ValueError(f"{name}.forward computes its loss itself, not by model.loss_function: it would need logits")

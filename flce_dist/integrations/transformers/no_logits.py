@@ -1,0 +1,37 @@
+"""What stands in a model's outputs in the place of logits that were not made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NoLogits:
+    """Stands in `outputs.logits` when logits were not made, and says so when they are used."""
+
+    def __repr__(self) -> str:
+        return "<logits were not made: the loss was computed without them>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"logits.{name}: no logits were made, the loss was computed without them. Ask for them with "
+            "apply(model, eval_logits=True) in evaluation, or model(..., logits_to_keep=n); or call the model without "
+            "labels"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getattr__("__getitem__")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NO_LOGITS.__getattr__(getattr(func, "__name__", str(func)))
+
+
+NO_LOGITS = NoLogits()
+
+
+def with_logits(outputs: Any, logits: Any) -> Any:
+    """The model's outputs with other logits: of a ModelOutput by name, of a tuple behind the loss."""
+    if isinstance(outputs, tuple):
+        return (outputs[0], logits, *outputs[2:])
+    outputs["logits"] = logits
+    return outputs

@@ -1,0 +1,285 @@
+"""apply(): loss and gradients of a causal LM are the stock ones, logits are made when asked, the rest is refused."""
+
+import copy
+import inspect
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+
+from flce_dist import VocabParallelHead  # noqa: E402
+from flce_dist.integrations.transformers import apply  # noqa: E402
+from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
+
+SHIFTED = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:].contiguous()
+KINDS = {
+    "llama": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "bias": ("Phi", {}),
+    "softcap": ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 0.5}),
+    "logit_scale": ("Cohere", {"logit_scale": 0.25}),
+    "logits_scaling": ("Granite", {"logits_scaling": 4.0}),
+    "moe": ("Mixtral", {"output_router_logits": True, "num_local_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_all_gradients_are_the_stock_ones(kind: str, training: bool) -> None:
+    name, config = KINDS[kind]
+    model = tiny(name, **config).train(training)
+    calls: list[dict[str, Any]] = [
+        {},
+        {"num_items_in_batch": torch.tensor(5)},
+        {"num_items_in_batch": 5},
+        {"shift_labels": SHIFTED.roll(1, 1)},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]] * 2), "attention_mask": None},
+    ]
+    expected = [loss_and_grads(model, **call) for call in calls]
+    apply(model, chunk_rows=5)
+    for call, stock in zip(calls, expected, strict=True):
+        assert_same(loss_and_grads(model, **call), stock)
+
+
+def test_shift_labels_alone_are_never_shifted_again() -> None:
+    """Field report B33. The stock model gives no loss then."""
+    model = tiny()
+    expected = loss_and_grads(model, shift_labels=SHIFTED)
+    apply(model)
+    assert_same(loss_and_grads(model, labels=None, shift_labels=SHIFTED), expected)
+
+
+def test_nothing_else_of_the_model_changes() -> None:
+    model = tiny()
+    stock = copy.deepcopy(model)
+    handle = apply(model)
+    assert torch.equal(model(TEXT).logits, stock(TEXT).logits)
+    ids = TEXT[:1]
+    assert torch.equal(model.generate(ids, max_new_tokens=4), stock.generate(ids, max_new_tokens=4))
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    handle.remove()
+    assert set(vars(model)) == set(vars(stock))
+    assert set(vars(model.lm_head)) == set(vars(stock.lm_head))
+    assert not model.lm_head._forward_hooks
+    assert torch.equal(model(TEXT, labels=LABELS).logits, stock(TEXT, labels=LABELS).logits)
+
+
+def test_positional_labels_and_tuples() -> None:
+    model = tiny()
+    expected = model(input_ids=TEXT, labels=LABELS).loss
+    apply(model)
+    outputs = model(TEXT, labels=LABELS, return_dict=False)
+    torch.testing.assert_close(outputs[0], expected)
+    assert "not made" in repr(outputs[1])
+
+
+def test_logits_are_made_on_demand_only() -> None:
+    model = tiny("Gemma2", head_dim=8, final_logit_softcapping=0.5)
+    stock = model(input_ids=TEXT, labels=LABELS)
+    handle = apply(model)
+    outputs = model(input_ids=TEXT, labels=LABELS)
+    for use in (lambda x: x.argmax(-1), lambda x: x[0], torch.argmax):
+        with pytest.raises(AttributeError, match="eval_logits"):
+            use(outputs.logits)
+    kept = model(input_ids=TEXT, labels=LABELS, logits_to_keep=2)
+    torch.testing.assert_close(kept.loss, stock.loss)
+    torch.testing.assert_close(kept.logits, stock.logits[:, -2:])
+    assert not kept.logits.requires_grad
+    handle.remove()
+    apply(model, eval_logits=True)
+    assert torch.equal(model.eval()(input_ids=TEXT, labels=LABELS).logits, stock.logits)
+    assert "not made" in repr(model.train()(input_ids=TEXT, labels=LABELS).logits)
+
+
+def test_further_outputs_are_left_in_the_handle() -> None:
+    model = tiny()
+    logits = model(TEXT).logits
+    handle = apply(model, aux=("accuracy", "predictions", "num_valid"))
+    model(input_ids=TEXT, labels=LABELS)
+    assert handle.output is not None
+    assert torch.equal(handle.output.predictions, logits.argmax(-1))
+    valid = SHIFTED != -100
+    assert handle.output.num_valid == valid.sum()
+    assert handle.output.accuracy == (logits.argmax(-1) == SHIFTED)[valid].float().mean()
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model = tiny()
+    apply(model)
+    clone = copy.deepcopy(model)
+    before = model(input_ids=TEXT, labels=LABELS).loss
+    with torch.no_grad():
+        clone.lm_head.weight.zero_()
+    assert model(input_ids=TEXT, labels=LABELS).loss == before
+    torch.testing.assert_close(clone(input_ids=TEXT, labels=LABELS).loss, torch.tensor(VOCAB).log())
+
+
+def test_options_change_the_loss() -> None:
+    model = tiny()
+    logits = model(TEXT).logits
+    apply(model, label_smoothing=0.1)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), SHIFTED.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(model(input_ids=TEXT, labels=LABELS).loss, expected)
+
+
+def _change_logits(model: Any, change: Any) -> None:
+    """As if the model's own forward changed what its head returned."""
+    plain = type(model).loss_function.fget(model)
+
+    class Changed(type(model)):
+        @property
+        def loss_function(self) -> Any:
+            inner = self.__dict__.get("_loss_function", plain)
+            if inner is plain:
+                return plain
+            return lambda logits, labels, **kwargs: inner(change(logits), labels, **kwargs)
+
+        @loss_function.setter
+        def loss_function(self, value: Any) -> None:
+            self._loss_function = value
+
+    model.__class__ = Changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits * 1.01,
+        lambda logits: 30 * torch.tanh(logits / 30),
+        lambda logits: 5000 * torch.tanh(logits / 5000),
+        lambda logits: logits + 1,
+        lambda logits: logits + torch.zeros(VOCAB),
+    ],
+    ids=["factor", "softcap", "wide softcap", "offset", "bias"],
+)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_an_undeclared_change_of_the_logits_is_refused_in_the_first_step(change: Any, training: bool) -> None:
+    model = tiny().train(training)
+    _change_logits(model, change)
+    apply(model)
+    with pytest.raises(RuntimeError, match="another way than was declared"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Llama", {"softcap": 30.0}), ("Granite", {"logit_scale": 3.0}), ("Gemma2", {"softcap": 20.0})],
+)
+def test_a_declaration_that_the_model_does_not_keep_is_refused(kind: str, options: dict[str, float]) -> None:
+    model = tiny(kind, **({"head_dim": 8} if kind == "Gemma2" else {}))
+    apply(model, **options)
+    with pytest.raises(RuntimeError, match="another way than was declared"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_a_declared_change_is_honoured() -> None:
+    model = tiny()
+    _change_logits(model, lambda logits: 3 * torch.tanh(logits * 2 / 3))
+    logits = model(TEXT).logits
+    apply(model, logit_scale=2.0, softcap=3.0)
+    expected = nn.functional.cross_entropy((3 * torch.tanh(logits * 2 / 3)).flatten(0, 1), SHIFTED.flatten())
+    torch.testing.assert_close(model(input_ids=TEXT, labels=LABELS).loss, expected)
+
+
+def test_a_head_that_is_called_twice_is_refused() -> None:
+    model = tiny()
+    apply(model)
+    head = model.lm_head
+    model.model.register_forward_hook(lambda module, args, output: head(output.last_hidden_state) and None)
+    with pytest.raises(RuntimeError, match="twice"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_a_head_that_is_not_called_is_refused() -> None:
+    model = tiny()
+    apply(model)
+    model.lm_head = nn.Linear(32, VOCAB, bias=False)
+    with pytest.raises(RuntimeError, match="did not call its head"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_refusals_at_set_up() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="reduction"):
+        apply(model, reduction="sum")
+    with pytest.raises(TypeError, match="smoothing"):
+        apply(model, smoothing=0.1)
+    handle = apply(model)
+    with pytest.raises(ValueError, match="remove"):
+        apply(model)
+    handle.remove()
+    with pytest.raises(TypeError, match="Linear"):
+        apply(nn.Linear(2, 2))
+
+    class NormalizedHead(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(hidden, nn.functional.normalize(self.weight))
+
+    model.lm_head = NormalizedHead(32, VOCAB, bias=False)
+    with pytest.raises(TypeError, match="NormalizedHead"):
+        apply(model)
+    with pytest.raises(ValueError, match="computes its loss itself"):
+        apply(tiny("Bart", d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+                   decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32))  # fmt: skip
+
+
+def _sharded(ctx: Context, kind: str, config: dict[str, Any]) -> Any:
+    model = tiny(kind, **config)
+    stock = copy.deepcopy(model)
+    handle = apply(model, ctx.group)
+    assert isinstance(model.lm_head, VocabParallelHead)
+    result = loss_and_grads(model)
+    torch.testing.assert_close(model(TEXT).logits, stock(TEXT).logits)
+    torch.testing.assert_close(
+        model(input_ids=TEXT, labels=LABELS, logits_to_keep=3).logits, stock(TEXT).logits[:, -3:]
+    )
+    assert torch.equal(model.generate(TEXT, max_new_tokens=3), stock.generate(TEXT, max_new_tokens=3))
+    handle.remove()
+    assert torch.equal(model.lm_head.weight, stock.lm_head.weight)
+    assert_same(loss_and_grads(model), loss_and_grads(stock))
+    return result
+
+
+@pytest.mark.parametrize(("world", "kind"), [(2, "softcap"), (3, "llama")])
+def test_a_group_shares_the_vocabulary(world: int, kind: str, workers: Pool) -> None:
+    name, config = KINDS[kind]
+    expected = loss_and_grads(tiny(name, **config, tie_word_embeddings=False))
+    for result in workers.run(world, _sharded, name, {**config, "tie_word_embeddings": False}):
+        assert_same(result, expected)
+
+
+def _tied(ctx: Context) -> None:
+    apply(tiny(tie_word_embeddings=True), ctx.group)
+
+
+def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
+
+
+def _native(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+    apply(model)
+    return loss_and_grads(model)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}, {"fsdp_size": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "tied", "softcap"])
+def test_transformers_own_tensor_parallelism_and_fsdp(kind: str, sizes: dict[str, int], workers: Pool) -> None:
+    name, config = KINDS[kind]
+    model = tiny(name, **{**config, "num_key_value_heads": 4})
+    expected = loss_and_grads(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for result in workers.run(4, _native, folder, sizes):
+            assert_same(result, expected)
