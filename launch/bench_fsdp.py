@@ -6,7 +6,8 @@
 Every method trains the same model on the same batches from the same start: first some steps whose losses are compared
 with those of full logits, then, in turn within each round, the steps that are timed. Under `fsdp` each rank has its own
 batch, parameters are float32 and computed in bfloat16 (float32 on CPU). Under `tensor` the ranks share the vocabulary
-and see one batch, the body is whole on each, parameters are bfloat16.
+and see one batch, the body is whole on each, parameters are bfloat16. `launch/bench_fsdp_head.py` compares a head that
+FSDP2 gathers with one that is never gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from benchmark.workload import Problem, Shape
 from flce_dist import VocabShard
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
-from flce_dist.integrations.never_gathered import shard_head
 
 LEARNING_RATE = 1e-3
 
@@ -83,29 +83,23 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(hidden).flatten(0, 1).float(), target.flatten())
 
 
-def _fsdp(args: argparse.Namespace, model: Model, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+def _fsdp(args: argparse.Namespace, model: Model, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(args.dtype, torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if not ignored:
-        # The last unit of forward is the first of backward.
-        fully_shard([model.norm, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+    # The last unit of forward is the first of backward.
+    fully_shard([model.norm, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def fsdp_flce(args: argparse.Namespace, model: Model, mesh: DeviceMesh) -> None:
     attach_loss(model.lm_head)
-    _fsdp(args, model, mesh, set())
-
-
-def fsdp_never_gathered(args: argparse.Namespace, model: Model, mesh: DeviceMesh) -> None:
-    head = shard_head(model, "lm_head", mesh)
-    _fsdp(args, model, mesh, set(head.parameters()))
+    _fsdp(args, model, mesh)
 
 
 def fsdp_logits(args: argparse.Namespace, model: Model, mesh: DeviceMesh) -> None:
     model.head_computes_loss = False
-    _fsdp(args, model, mesh, set())
+    _fsdp(args, model, mesh)
 
 
 def tensor_flce(args: argparse.Namespace, model: Model, mesh: DeviceMesh) -> None:
@@ -128,7 +122,6 @@ Prepare = Callable[[argparse.Namespace, Model, DeviceMesh], None]
 METHODS: dict[str, Prepare] = {
     "fsdp:logits": fsdp_logits,
     "fsdp:flce": fsdp_flce,
-    "fsdp:flce-never-gathered": fsdp_never_gathered,
     "tensor:logits": tensor_logits,
     "tensor:flce": tensor_flce,
     "tensor:loss_parallel": tensor_loss_parallel,
