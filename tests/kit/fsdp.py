@@ -31,14 +31,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from flce_dist import VocabParallelHead, VocabShard, count_valid_tokens
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
+from tests.kit.tail_model import H, Model
 from tests.kit.workers import Context
 
-H, WIDE, BATCH, LENGTH = 16, 32, 2, 8
+BATCH, LENGTH = 2, 8
 STEPS, RATE = 3, 0.5
 IGNORED = -100
 BFLOAT16 = torch.bfloat16
@@ -83,42 +83,6 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Several chunks, so that a gather for each would be seen."""
         return {"chunk_rows": 5}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(H)
-        self.up, self.down = nn.Linear(H, WIDE, bias=False), nn.Linear(WIDE, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Tail(nn.Module):
-    checkpointed = False
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(H), head
-
-    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self.head, self.norm(x), *arguments, **keywords, use_reentrant=False)
-        return self.head(self.norm(x), *arguments, **keywords)
-
-
-class Model(nn.Module):
-    """Embedding, two blocks without mixing of tokens, and a tail of norm and head."""
-
-    def __init__(self, vocab_size: int, head: nn.Module) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, H)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.tail = Tail(head)
-
-    def forward(self, ids: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        return self.tail(self.blocks(self.embed(ids)), *arguments, **keywords)
 
 
 def make_model(cell: Cell) -> Model:
