@@ -17,7 +17,7 @@ from ...head import VocabParallelHead
 from ...options import LossOptions, LossOptionsDict
 from ...shard import VocabShard
 from . import after_head, heads
-from .fused import ATTRIBUTE, FusedLoss, Head, head_forward, keep_returned, loss_function, model_forward
+from .fused import ATTRIBUTE, FusedLoss, Head, base_model, head_forward, keep_returned, loss_function, model_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,12 +59,13 @@ def apply(
         TypeError: the head is not linear, or has an adapter.
         ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
 
-    The model's forward raises RuntimeError when the logits are changed after the head in a way that was not declared,
-    when the head is called twice or not at all, and when what it was called with cannot be honoured.
+    The model's forward raises UnsupportedForward, a RuntimeError, when the logits are changed after the head in a way
+    that was not declared, when the head is called twice or not at all, and when what it was called with cannot be
+    honoured.
     """
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    base: Any = base_model(model)
     _check_model(base)
-    after = after_head.declare(base.config, options)  # type: ignore[arg-type]
+    after = after_head.declare(base, options)  # type: ignore[arg-type]
     checked = LossOptions(**options)
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
@@ -83,6 +84,7 @@ def apply(
         if not isinstance(head, VocabParallelHead):
             heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)
+    signature = inspect.signature(type(base).forward)
     shared = FusedLoss(
         model=base,
         after=after,
@@ -92,14 +94,16 @@ def apply(
         data_ranks=collectives.world_size(getattr(found[0], "group", group)) if layout == "sharded" else 1,
         plain_forward=base.forward,
         own_forward="forward" in vars(base),
-        signature=inspect.signature(type(base).forward),
+        signature=signature,
+        extra_name=next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""),
         sharded_here=sharded_here,
     )
     for head in found:
-        shared.heads.append(Head(head, head.forward, "forward" in vars(head), 0))
-        setattr(head, ATTRIBUTE, shared)
+        mine = Head(shared, head, head.forward, "forward" in vars(head))
+        mine.hook = head.register_forward_hook(keep_returned).id
         head.forward = types.MethodType(head_forward, head)
-        shared.heads[-1].hook = head.register_forward_hook(keep_returned).id
+        setattr(head, ATTRIBUTE, mine)
+        shared.heads.append(mine)
     setattr(base, ATTRIBUTE, shared)
     base.loss_function = types.MethodType(loss_function, base)
     base.forward = types.MethodType(wraps(type(base).forward)(model_forward), base)
