@@ -13,8 +13,8 @@ from tests.kit.architectures import architectures, compare  # noqa: E402
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "architectures.md"
 TABLE = dict(re.findall(r"^\| (\w+) \| (equal|refused|wrong|not built) \|", PAGE.read_text(), flags=re.MULTILINE))
 CLASSES = {model_class.__name__: model_class for classes in architectures().values() for model_class in classes}
-# One of each kind: plain, tied with a factor, learned positions, ALiBi, head bias, mixture of experts, latent attention,
-# state space, hybrid, softcap, two text factors, image and text, image and text with an ignored softcap.
+# One of each kind: plain, tied with a factor, learned positions, ALiBi, head bias, mixture of experts, latent
+# attention, state space, hybrid, softcap, a factor that multiplies, image and text, an ignored softcap.
 DOZEN = (
     "Qwen3ForCausalLM",
     "CohereForCausalLM",

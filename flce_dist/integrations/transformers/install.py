@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
-from ...head import VocabParallelHead
 from ...options import LossOptions, LossOptionsDict
 from ...shard import VocabShard
 from . import after_head, heads
@@ -30,7 +29,7 @@ def apply(
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
     hidden_layout: str = "replicated",
-    hidden_grad_scale: float = 1.0,
+    hidden_grad_scale: float | None = None,
     aux: Sequence[str] = (),
     eval_logits: bool = False,
     **options: Unpack[LossOptionsDict],
@@ -45,8 +44,10 @@ def apply(
         group: ranks that share the vocabulary. A full head is then replaced by a `VocabParallelHead` with this rank's
             rows; one that a framework has sharded is taken as it is (`vocab_size`, `vocab_shard`). A model that
             transformers loaded with `tp_size` brings its own. None: not sharded.
-        vocab_size, vocab_shard, hidden_layout, hidden_grad_scale: as `linear_cross_entropy` takes them, for a head that
-            is sharded already.
+        vocab_size, vocab_shard: as `linear_cross_entropy` takes them, for a head that is sharded already.
+        hidden_layout: "sharded" when the ranks of `group` are data-parallel ranks, each with its own tokens.
+        hidden_grad_scale: as in `linear_cross_entropy`. None: 1, and with "sharded" the number of ranks, for a body
+            whose gradients are averaged over them (DDP, FSDP, ZeRO).
         aux: names of further outputs (the fields of `LossOutput`), left in the handle's `output` after each forward.
         eval_logits: in evaluation, compute the stock loss on stock logits, for metrics that need predictions.
         options: the fields of `LossOptions`. `logit_scale` and `softcap` say what the model does after its head; by
@@ -71,8 +72,10 @@ def apply(
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
     found = heads.find_heads(base)
     group = group if group is not None else heads.tensor_parallel_group(base, found[0])
-    where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
     size = collectives.world_size(group)
+    if hidden_grad_scale is None:
+        hidden_grad_scale = float(size) if hidden_layout == "sharded" else 1.0
+    where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
     sharded_here = size > 1 and vocab_size is None and vocab_shard is None and type(found[0]) is nn.Linear
     sharded_here = sharded_here and not isinstance(found[0].weight, DTensor)
     if sharded_here:
@@ -81,8 +84,7 @@ def apply(
         assert group is not None
         found = [heads.shard_head(base, found[0], group, **where)]
     for head in found:
-        if not isinstance(head, VocabParallelHead):
-            heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
+        heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)
     signature = inspect.signature(type(base).forward)
     shared = FusedLoss(

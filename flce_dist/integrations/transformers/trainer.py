@@ -60,7 +60,7 @@ def apply_to_trainer(
             "one process a GPU with torchrun or accelerate launch"
         )
     if not own_loss:
-        return apply(trainer.model, group, aux=aux, eval_logits=eval_logits, **options)  # type: ignore[arg-type]
+        return apply(trainer.model, group, aux=aux, eval_logits=eval_logits, **options)
     return _apply_to_sft(trainer, group, aux, eval_logits, options)
 
 
@@ -100,9 +100,8 @@ def _sft_output(shared: FusedLoss, outputs: Any) -> Any:
     whose sum is right; `entropy` is nan with `skip_ignored`."""
     from trl.trainer.utils import FusedCausalLMOutput
 
-    result, target = shared.output, shared.target
-    assert result is not None
-    assert target is not None
+    result: Any = shared.output
+    target: Any = shared.target
     mask = target != shared.ignore_index
     loss, aux_loss = outputs.loss, getattr(outputs, "aux_loss", None)
     if aux_loss is not None:  # the trainer adds it itself
