@@ -147,7 +147,15 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "V > 2^24" in options
 
 
-PROGRAMS = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
+COMMAND = re.compile(r"# (?:python|torchrun --nproc-per-node (\d)) (\w+\.py)")
+README_PROGRAMS = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
+# All blocks of the README, and those of other pages that begin with their command.
+PROGRAMS = README_PROGRAMS + [
+    block
+    for page in PAGES[1:]
+    for block in PYTHON_BLOCK.findall(page.read_text())
+    if COMMAND.fullmatch(block.splitlines()[0])
+]
 # Processes are left as soon as all are done: tearing gloo down at exit can hang.
 RUNNER = """
 import os, runpy, sys
@@ -161,14 +169,14 @@ os._exit(0)
 
 
 def test_the_readme_has_programs() -> None:
-    assert len(PROGRAMS) >= 4
+    assert len(README_PROGRAMS) >= 4
 
 
 @pytest.mark.timeout(600)  # some seconds; whoever shares the cores must not fail it
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0].split()[-1])
-def test_programs_of_the_readme_run(program: str, tmp_path: Path) -> None:
+def test_programs_run(program: str, tmp_path: Path) -> None:
     """As their first line says: `# python FILE` or `# torchrun --nproc-per-node N FILE`."""
-    command = re.fullmatch(r"# (?:python|torchrun --nproc-per-node (\d)) (\w+\.py)", program.splitlines()[0])
+    command = COMMAND.fullmatch(program.splitlines()[0])
     assert command is not None
     if "transformers" in program:
         pytest.importorskip("transformers", reason="needs the [train] extra")
