@@ -180,10 +180,8 @@ def mesh_of(cell: Cell, ctx: Context) -> DeviceMesh:
     """Of the pool's groups: one dimension, or two with `cell.row` neighbours in the inner one."""
     names = {"2d": ("dp", "tp"), "hsdp1": ("replicate", "shard"), "hsdp2": ("replicate", "shard")}.get(cell.framework)
     if names is None:
-        return DeviceMesh.from_group(ctx.group, "cpu", mesh_dim_names=("tp" if cell.framework == "tp" else "dp",))
-    ranks = torch.arange(ctx.world).reshape(-1, cell.row)
-    column, row = (tuple(r.tolist()) for r in (ranks[:, ctx.rank % cell.row], ranks[ctx.rank // cell.row]))
-    return DeviceMesh.from_group([ctx.groups[column], ctx.groups[row]], "cpu", mesh=ranks, mesh_dim_names=names)
+        return ctx.mesh(ctx.world, names=("tp" if cell.framework == "tp" else "dp",))
+    return ctx.mesh(ctx.world // cell.row, cell.row, names=names)
 
 
 def tensor_plan(cell: Cell) -> dict[str, Any]:
