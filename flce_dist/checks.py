@@ -145,8 +145,8 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
 def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     """
     Raises:
-        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or not finite and
-            positive as far as the host knows.
+        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or one of 16 bits,
+            or not finite and positive as far as the host knows.
     """
     if isinstance(value, DTensor):
         raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
@@ -155,6 +155,12 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
             raise ValueError(
                 f"normalizer must be a number or a real 0-d tensor without grad, got shape {tuple(value.shape)}"
                 f"{' with grad' if value.requires_grad else ''}"
+            )
+        if value.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"normalizer must not be a {value.dtype} tensor, which cannot count tokens: a mixed-precision wrapper "
+                "casts the floating-point arguments of a module's forward; pass an int64 tensor (as count_valid_tokens "
+                "gives it) or a Python number"
             )
         if value.device.type not in (device.type, "cpu"):
             raise ValueError(f"normalizer must be on {device} or the CPU, got {value.device}")

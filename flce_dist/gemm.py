@@ -48,6 +48,32 @@ def logits_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, sca
         torch.mm(x, weight.t(), out=out)
 
 
+_COMMON_ROWS = 4096
+
+
+def common_row(weight: Tensor) -> Tensor:
+    """A vector `[H]` that a trained head's rows have in common: their mean, estimated from some thousand of them."""
+    return weight[:: max(1, weight.shape[0] // _COMMON_ROWS)].mean(
+        0, dtype=torch.promote_types(weight.dtype, torch.float32)
+    )
+
+
+def hidden_grad_into(
+    out: Tensor, grad_logits: Tensor, weight: Tensor, residual: Tensor | None, common: Tensor | None
+) -> None:
+    """`out = grad_logits @ weight`, less `residual [C]` times `common [H]` when given.
+
+    The rows of a trained head share a large component, which cancels in the exact product: the gradients of a row's
+    logits sum to 0. What rounding added to them, `residual` in all, does not cancel, and times the common component it
+    is most of the error of 16-bit gradients.
+    """
+    if residual is None or common is None:
+        mm_into(out, grad_logits, weight)
+    else:
+        torch.mul(residual.neg()[:, None], common, out=out)
+        addmm_into(out, grad_logits, weight)
+
+
 MAX_NARROW_CHUNKS = 4
 """Chunks up to which a bfloat16 weight gradient is accumulated in bfloat16. Each chunk rounds it once more: on random
 data its error is 1.4 times that of one rounding after 4 chunks, 2.0 times after 8, and so on."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
-from .gemm import WeightGradient, accumulation_dtype, logits_into, mm_into
+from .gemm import WeightGradient, accumulation_dtype, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions, recomputes
 from .plan import logits_buffer
@@ -118,6 +118,7 @@ def run_chunks(
     needs = call.needs if grad_scale is not None else Needs(False, False, False)
     hidden_grad = call.hidden_gradient(hidden) if needs.hidden else None
     weight_grad = call.weight_gradient(weight, needs)
+    mean_row = common_row(weight_rows) if needs.hidden and logits_dtype.itemsize > hidden.dtype.itemsize else None
 
     for start, stop in call.tokens.chunks:
         x = call.tokens.hidden_chunk(hidden, start, stop)
@@ -127,11 +128,12 @@ def run_chunks(
             weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
         chunk_weights = None if weights is None else weights.slice(start, stop)
         grad = logits if logits.dtype == x.dtype else logits.view(x.dtype)[:, :columns]
-        target = call.inputs.target[start:stop]
-        softmax_rows(call, logits, grad, target, stats[:, start:stop], chunk_weights, known_stats is not None)
+        residual = None if mean_row is None else stats.new_empty(stop - start)
+        target, chunk_stats = call.inputs.target[start:stop], stats[:, start:stop]
+        softmax_rows(call, logits, grad, target, chunk_stats, chunk_weights, known_stats is not None, residual)
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)
-            mm_into(part, grad, weight_rows)
+            hidden_grad_into(part, grad, weight_rows, residual, mean_row)
             hidden_grad.start_reduce(part, start, stop)
         if needs.weight or needs.bias:
             weight_grad.add(grad, x)
@@ -147,6 +149,7 @@ def softmax_rows(
     stats: Tensor,
     weights: RowWeights | None,
     stats_known: bool,
+    residual: Tensor | None,
 ) -> None:
     """Writes a chunk's global statistics `[K, C]`, unless they are known, and its gradient when `weights` are given.
 
@@ -154,7 +157,7 @@ def softmax_rows(
     """
     rows, spec, columns, group = call.rows, call.spec, call.inputs.column_weight, call.tokens.group
     if not stats_known and group is None and weights is not None:
-        rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns)
+        rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
         return
     if not stats_known and group is None:
         rows.row_stats(logits, target, stats, spec, columns)
@@ -163,7 +166,7 @@ def softmax_rows(
         rows.row_stats(logits, target, local, spec, columns, call.shard.start)
         rows.combine(collectives.all_gather(local, group), stats, spec)
     if weights is not None:
-        rows.row_grad_(logits, grad, target, stats, weights, spec, columns)
+        rows.row_grad_(logits, grad, target, stats, weights, spec, columns, residual)
 
 
 class Computed(NamedTuple):

@@ -24,7 +24,7 @@ _CHOICES = {
     "backend": ("auto", "triton", "torch"),
     "check_ranks": ("auto", "first", "always", "never"),
 }
-_DTYPES = {
+DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -96,7 +96,7 @@ class LossOptions:
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("accum_dtype", "logits_dtype", "hidden_grad_reduce_dtype"):
             value = getattr(self, name)
-            if value is not None and value not in _DTYPES.values():
+            if value is not None and value not in DTYPES.values():
                 raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
         if not isinstance(self.ignore_index, int) or isinstance(self.ignore_index, bool):
             raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
@@ -139,9 +139,9 @@ class LossOptions:
                 hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
                 raise ValueError(f"{where}.{key}: unknown key; {hint}")
             if key.endswith("_dtype") and isinstance(value, str):
-                if value not in _DTYPES:
-                    raise ValueError(f"{where}.{key}: expected one of {', '.join(_DTYPES)}, got {value!r}")
-                value = _DTYPES[value]
+                if value not in DTYPES:
+                    raise ValueError(f"{where}.{key}: expected one of {', '.join(DTYPES)}, got {value!r}")
+                value = DTYPES[value]
             parsed[key] = value
         try:
             return cls(**parsed)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights
+from .kernels.spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights
 from .options import LossOptions
 
 
@@ -63,7 +63,7 @@ def row_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec)
 
     Max and log-sum stay apart until the end: with logits near 1e4 their sum has no digits left for the loss.
     """
-    log_sum = stats[SUM].log()
+    log_sum = log_of_sum(stats)
     negative_log_prob = (stats[MAX] - stats[TARGET]) + log_sum
     losses = weights.target * negative_log_prob
     if weights.uniform is not None:
@@ -85,14 +85,27 @@ def z_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -
     return torch.where(valid, losses, 0.0)
 
 
+def target_exp(stats: Tensor) -> Tensor:
+    """`exp(z_y - max)` `[N]` of the target; 0 where no rank has it."""
+    return torch.where(stats[OWNED] > 0, (stats[TARGET] - stats[MAX]).exp(), 0.0)
+
+
+def log_of_sum(stats: Tensor) -> Tensor:
+    """Log `[N]` of the sum of `exp(z - max)`. Where the target is the max it is `log(1 + others)`, the loss of a
+    confident model, with all its digits."""
+    return torch.log1p(stats[OTHERS] + (target_exp(stats) - 1.0))
+
+
 def log_sum_exp(stats: Tensor) -> Tensor:
     """Log-sum-exp `[N]` of the logits over the global vocabulary."""
-    return stats[MAX] + stats[SUM].log()
+    return stats[MAX] + log_of_sum(stats)
 
 
 def entropies(stats: Tensor, spec: RowSpec) -> Tensor:
     """Entropy `[N]`, in nats, of the softmax over the global vocabulary."""
-    return stats[SUM].log() - stats[spec.entropy_row] / stats[SUM]
+    at_target = target_exp(stats)
+    of_target = torch.where(at_target > 0, (stats[TARGET] - stats[MAX]) * at_target, 0.0)
+    return log_of_sum(stats) - (stats[spec.entropy_row] + of_target) / (stats[OTHERS] + at_target)
 
 
 def predictions(stats: Tensor, spec: RowSpec) -> Tensor:

@@ -1,6 +1,6 @@
 """Fixtures of the whole suite and the two markers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -38,6 +38,15 @@ def interpreted_workers() -> Iterator[Pool]:
     pool = Pool({"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def engine_workers() -> Iterator[Callable[[int], Pool]]:
+    """engine_workers(size) is a pool whose default group has exactly so many ranks, for engines that use all of it."""
+    pools: dict[int, Pool] = {}
+    yield lambda size: pools.setdefault(size, Pool(size=size))
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ SPECS = {
 }
 POINTERS = {"logits": "*bf16", "grad": "*bf16", "target": "*i64", "x": "*bf16", "host_factor": "fp32"}
 FLOATS = ("stats", "out", "target_weight", "factor")
-OPTIONAL = ("uniform_weight", "square_weight", "column_weight")
+OPTIONAL = ("uniform_weight", "square_weight", "column_weight", "residual")
 ROW_KERNELS = ("_row_stats_kernel", "_row_grad_kernel", "_row_stats_grad_kernel")
 
 

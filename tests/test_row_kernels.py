@@ -78,7 +78,8 @@ def _specified_stats(i: dict[str, Any], first_column: int) -> Tensor:
         shift = 0.0 if m == -math.inf else m
         e = torch.exp(z[r] - shift)
         t = int(i["target"][r])
-        out[0, r], out[1, r] = m, e.sum()
+        others = torch.arange(columns) != t
+        out[0, r], out[1, r] = m, e[others].sum()
         if 0 <= t < columns:
             out[2, r], out[3, r] = z[r, t], 1.0
         c = torch.ones(columns, dtype=torch.float64) if i["column_weight"] is None else i["column_weight"].double()
@@ -88,7 +89,9 @@ def _specified_stats(i: dict[str, Any], first_column: int) -> Tensor:
         if spec.argmax:
             out[spec.argmax_row, r] = first_column + min(j for j in range(columns) if z[r, j] == m)
         if spec.entropy:
-            out[spec.entropy_row, r] = sum(((v - shift) * math.exp(v - shift)) for v in z[r].tolist() if v > -math.inf)
+            out[spec.entropy_row, r] = sum(
+                ((v - shift) * math.exp(v - shift)) for v in z[r, others].tolist() if v > -math.inf
+            )
     return out
 
 
@@ -100,6 +103,8 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
         if b == 0:
             continue
         m, s = stats[0, r].double(), stats[1, r].double()
+        target_exp = torch.exp(stats[2, r].double() - m) if stats[3, r] else 0.0
+        s = s + target_exp
         c = torch.ones(z.shape[1], dtype=torch.float64)
         if i["column_weight"] is not None:
             c = i["column_weight"].double()
@@ -112,7 +117,7 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
             one_hot[i["target"][r]] = 1.0
         g = a * torch.exp(z[r] - m) / s - b * one_hot - uniform * c
         if spec.token_scaling:
-            g = g * torch.exp(stats[2, r].double() - m) / s
+            g = g * target_exp / s
         grad[r] = g if spec.softcap is None else g * (1 - (z[r] / spec.softcap) ** 2)
     return grad
 
@@ -126,10 +131,13 @@ def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
         grad = i["logits"]
         stats = fresh.row_stats(rows, i["logits"], i["target"], i["spec"], i["column_weight"], 100)
         results[f"{name} stats"] = stats
-        known = fresh.row_stats(torch_rows, i["logits"], i["target"], i["spec"], i["column_weight"])
+        known = fresh.row_stats(torch_rows, _inputs(row)["logits"], i["target"], i["spec"], i["column_weight"])
         results[f"{name} given stats"] = known
         rows.row_grad_(i["logits"], grad, i["target"], known, i["weights"], i["spec"], i["column_weight"])
         results[f"{name} grad"] = grad.clone()
+        i = _inputs(row)  # logits that row_stats has not seen, as when they are computed again
+        rows.row_grad_(i["logits"], i["logits"], i["target"], known, i["weights"], i["spec"], i["column_weight"])
+        results[f"{name} grad alone"] = i["logits"].clone()
         i = _inputs(row)
         fused = fresh.row_stats_grad_(
             rows, i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"]
@@ -154,8 +162,8 @@ def test_statistics_and_gradients(row: dict[str, Any], interpreted_workers: Pool
                 torch.testing.assert_close(
                     stats[k].double(), expected[k], rtol=bound * 4, atol=bound * float(scale) * 8, msg=f"{name} {k}"
                 )
-        for kind in ("grad", "fused grad"):
-            source = got[f"{name} given stats" if kind == "grad" else f"{name} fused stats"]
+        for kind in ("grad", "grad alone", "fused grad"):
+            source = got[f"{name} fused stats" if kind == "fused grad" else f"{name} given stats"]
             grad, expected = got[f"{name} {kind}"].double(), _specified_grad(i, source)
             torch.testing.assert_close(grad, expected, rtol=bound * 20, atol=bound * 4, msg=f"{name} {kind}")
             assert (grad[1] == 0).all(), "a row with coefficients 0 has gradient 0 whatever its logits hold"
@@ -207,14 +215,14 @@ def test_combined_parts_are_the_whole(cuts: list[int], special: str, interpreted
 
 def _loss_sum(_: Context, dtype: torch.dtype, num_rows: int, flags: dict[str, bool], bad: int | None) -> dict[str, Any]:
     from flce_dist.kernels import torch_rows, triton_rows
-    from flce_dist.kernels.spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights
+    from flce_dist.kernels.spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights
 
     generator = torch.Generator().manual_seed(num_rows)
     spec = RowSpec(uniform=flags["uniform"], token_scaling=flags["token_scaling"])
     stats = torch.rand(spec.num_stats, num_rows, generator=generator, dtype=dtype)
     stats[MAX] = 1e4 + stats[MAX]
     stats[TARGET] = stats[MAX] - stats[TARGET]
-    stats[SUM] = 1 + stats[SUM]
+    stats[OTHERS] = 1 + stats[OTHERS]
     stats[OWNED] = 1
     valid = torch.rand(num_rows, generator=generator) > 0.3
     stats[:, ~valid] = torch.nan

@@ -6,17 +6,19 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
 
     row_stats(logits[C, L], target[C], stats[K, C], spec, column_weight, first_column)
     combine(gathered[W, K, C], stats[K, C], spec)
-    row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], weights, spec, column_weight)
-    row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight)
+    row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], weights, spec, column_weight, residual[C])
+    row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
     loss_sum(stats[K, N], weights, valid[N], spec) -> (loss [], owned [] bool)
     scale_(gradients, factor [])
 
 `row_stats`, `combine` and `row_stats_grad_` write `stats`, which may be columns of a wider tensor; the latter is
 `row_stats` and `row_grad_` in one, for a single rank. `target` holds columns of this rank (int64; outside `[0, L)` when
-the target is another rank's or ignored). `logits` comes from `plan.logits_buffer` and is overwritten by its gradient:
-`grad` is the same storage, seen in the dtype of the GEMM operands. Statistics are float32, and float64 for float64
-logits. `loss_sum` also says whether each valid row's target is on exactly one rank. `scale_` multiplies contiguous
-gradients, each given with a host number, by that number and a 0-d tensor that the host does not read.
+the target is another rank's or ignored). `logits` comes from `plan.logits_buffer`; `row_stats` may change it in ways
+that `row_grad_` does not depend on, and that one overwrites it with its gradient: `grad` is the same storage, seen in
+the dtype of the GEMM operands. Where that is narrower and `residual` is given, it gets each row's sum of what rounding
+added. Statistics are float32, and float64 for float64 logits. `loss_sum` also says whether each valid row's target is
+on exactly one rank. `scale_` multiplies contiguous gradients, each given with a host number, by that number and a 0-d
+tensor that the host does not read.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX, SUM, TARGET, OWNED = range(4)
-"""Rows of the statistics: max of the logits z; sum of exp(z - max); the target's z (0 where it is not here); 1 where
-the target is one of this rank's columns."""
+MAX, OTHERS, TARGET, OWNED = range(4)
+"""Rows of the statistics: max of the logits z; sum of exp(z - max) over the columns other than the target; the target's
+z (0 where it is not here); 1 where the target is one of this rank's columns.
+
+The target stays out of the sum because a confident model's 1 - p is the sum of the others, and would drown in the
+rounding of the whole: with p = 1 - 1e-7 neither the loss nor the gradient of that row has a digit left in float32."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class RowSpec:
         uniform: also return sum_j c_j (z_j - max) and sum_j c_j (c: class weights, 1 when absent), which label
             smoothing needs, and take its gradient.
         argmax: also return the global id of the largest z, the lowest of equals.
-        entropy: also return sum_j (z_j - max) exp(z_j - max).
+        entropy: also return sum_j (z_j - max) exp(z_j - max), over the columns other than the target.
         token_scaling: multiply the gradient by the target's probability.
     """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import row_math
-from .spec import MAX, OWNED, SUM, TARGET, RowSpec, RowWeights, stats_dtype
+from .spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights, stats_dtype
 
 _BLOCK_ELEMENTS = 2**18
 
@@ -29,12 +29,12 @@ def row_stats(
 
 
 def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
-    maxima, sums = gathered[:, MAX], gathered[:, SUM]
+    maxima, sums = gathered[:, MAX], gathered[:, OTHERS]
     stats[MAX] = maxima.amax(0)
     # Equal maxima differ by 0 even when both are -inf; a rank without columns has -inf and shifts to -inf.
     shift = torch.where(maxima == stats[MAX], 0.0, maxima - stats[MAX])
     factor = shift.exp()
-    stats[SUM] = (sums * factor).sum(0)
+    stats[OTHERS] = (sums * factor).sum(0)
     stats[TARGET] = gathered[:, TARGET].sum(0)
     stats[OWNED] = gathered[:, OWNED].sum(0)
     if spec.uniform:
@@ -58,12 +58,14 @@ def row_grad_(
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> None:
     for rows in _row_blocks(logits):
         z = _capped(logits[rows], spec)
-        grad[rows] = _block_grad(
-            z, stats[:, rows], target[rows], weights.slice(rows.start, rows.stop), spec, column_weight
-        )
+        wide = _block_grad(z, stats[:, rows], target[rows], weights.slice(rows.start, rows.stop), spec, column_weight)
+        grad[rows] = wide
+        if residual is not None:
+            residual[rows] = (grad[rows] - wide).sum(1)
 
 
 def row_stats_grad_(
@@ -74,9 +76,10 @@ def row_stats_grad_(
     weights: RowWeights,
     spec: RowSpec,
     column_weight: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> None:
     row_stats(logits, target, stats, spec, column_weight)
-    row_grad_(logits, grad, target, stats, weights, spec, column_weight)
+    row_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
 
 
 def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
@@ -115,9 +118,11 @@ def _block_stats(z: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor
     # A row of nothing but -inf keeps max -inf and sum 0: shifting it by -inf would make nan.
     shifted = z - torch.where(out[MAX] == -torch.inf, 0.0, out[MAX])[:, None]
     exp = shifted.exp()
-    out[SUM] = exp.sum(1)
     owned = _owned(target, num_columns)
-    at_target = z.gather(1, torch.where(owned, target, 0)[:, None])[:, 0]
+    column = torch.where(owned, target, 0)[:, None]
+    at_target = z.gather(1, column)[:, 0]
+    exp.scatter_(1, column, torch.where(owned[:, None], 0.0, exp.gather(1, column)))
+    out[OTHERS] = exp.sum(1)
     out[TARGET] = torch.where(owned, at_target, 0.0)
     out[OWNED] = owned.to(z.dtype)
     if spec.uniform:
@@ -142,16 +147,20 @@ def _block_grad(
         prob_weight = prob_weight + uniform * stats[spec.weight_sum_row]
     if weights.square is not None:
         active = active | (weights.square != 0)
-        prob_weight = prob_weight + 2.0 * weights.square * (stats[MAX] + stats[SUM].log())
+        prob_weight = prob_weight + 2.0 * weights.square * row_math.log_sum_exp(stats)
+    at_target = row_math.target_exp(stats)
+    total = stats[OTHERS] + at_target
     if spec.token_scaling:
-        target_prob = (stats[TARGET] - stats[MAX]).exp() / stats[SUM]
+        target_prob = at_target / total
         prob_weight, target_weight = prob_weight * target_prob, target_weight * target_prob
         uniform = None if uniform is None else uniform * target_prob
-    grad = (z - stats[MAX][:, None]).exp_().mul_((prob_weight / stats[SUM])[:, None])
+    grad = (z - stats[MAX][:, None]).exp_().mul_((prob_weight / total)[:, None])
     owned = _owned(target, num_columns)
     if num_columns:
+        # A p - B with p = 1 - others / total, so that no digit of a small 1 - p is lost.
+        of_target = ((prob_weight - target_weight) * at_target - target_weight * stats[OTHERS]) / total
         column = torch.where(owned, target, 0)[:, None]
-        grad.scatter_add_(1, column, torch.where(owned, -target_weight, 0.0)[:, None])
+        grad.scatter_(1, column, torch.where(owned[:, None], of_target[:, None], grad.gather(1, column)))
     if uniform is not None:
         grad -= uniform[:, None] if column_weight is None else uniform[:, None] * column_weight
     if spec.softcap is not None:

@@ -69,10 +69,12 @@ class WorkerHung(AssertionError):
 
 
 class Pool:
-    """Up to MAX_WORLD persistent ranks. `env` is set in the workers before anything of the package is imported."""
+    """`size` persistent ranks, whose default group has all of them. `env` is set in the workers before anything of the
+    package is imported."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, size: int = MAX_WORLD) -> None:
         self._env = dict(env or {})
+        self._size = size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -150,14 +152,15 @@ class Pool:
         # that never ran an operation.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed.tensor", __name__])
-        for rank in range(MAX_WORLD):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self._folder.name, self._env, theirs), daemon=True)
+            arguments = (rank, self._size, self._folder.name, self._env, theirs)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        self._collect(MAX_WORLD, _work, time.monotonic() + START_TIMEOUT_S, "start", {})
+        self._collect(self._size, _work, time.monotonic() + START_TIMEOUT_S, "start", {})
 
     def close(self) -> None:
         """End the processes (also hung ones); the next job starts new ones."""
@@ -195,15 +198,15 @@ def _exit_when_orphaned() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _work(rank: int, folder: str, env: Mapping[str, str], connection: Connection) -> None:
+def _work(rank: int, size: int, folder: str, env: Mapping[str, str], connection: Connection) -> None:
     os.environ.update(env, GLOO_SOCKET_IFNAME="lo")
     _exit_when_orphaned()
     faulthandler.register(signal.SIGUSR1, file=open(_stack_path(folder, rank), "w"), all_threads=False)  # noqa: SIM115
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), MAX_WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=MAX_WORLD)
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {}
-    for ranks in RANK_SETS:
+    for ranks in (ranks for ranks in RANK_SETS if max(ranks) < size):
         # The ranks of a group are sorted by torch unless told otherwise; (1, 0) is the group in reversed order.
         group = dist.new_group(list(ranks), sort_ranks=False)
         if rank in ranks:

@@ -1,0 +1,217 @@
+"""The section "flce_dist" of a DeepSpeed configuration: read, checked, and described as a JSON Schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ...options import DTYPES, LossOptions
+
+SECTION = "flce_dist"
+ALIAS = "loss"
+VocabParallel = Literal["none", "tensor", "data"]
+_OWN_KEYS = {
+    "vocab_parallel": 'How the head is sharded: "none", "tensor" (over the tensor-parallel ranks) or "data" (over the '
+    "data-parallel ranks, never gathered; ZeRO stage 3). Left out: as the model's head is.",
+    "head": "The head's dotted name in the model. Left out: its output embeddings, or its lm_head or embed_out.",
+}
+_UNSUPPORTED_WITH_DATA = {
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+}
+"""ZeRO-3 options, with the value that switches them off, under which a parameter has no partition group of its own."""
+
+
+class SectionWarning(UserWarning):
+    """The configuration has no section of ours, perhaps because of a spelling."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A checked section."""
+
+    where: str
+    """Its path in the configuration, for messages."""
+    options: dict[str, Any]
+    """The fields of `LossOptions` that it gives, and no others: a model's own softcap stays where it gives none."""
+    vocab_parallel: VocabParallel | None
+    head: str | None
+
+
+def load_config(config: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """The configuration as a mapping; a path (JSON or hjson) or base64 string is read as DeepSpeed reads it."""
+    if isinstance(config, Mapping):
+        return config
+    import deepspeed
+
+    return deepspeed.load_ds_config(str(config))
+
+
+def read_section(config: Mapping[str, Any]) -> Section | None:
+    """The section of a configuration, None when it has none.
+
+    Raises:
+        TypeError, ValueError: unknown key, wrong type or value, "auto", a combination that cannot work, or both
+            spellings of the section at once; the message starts with the key's path.
+
+    Warns:
+        SectionWarning: no section, but a key that looks like a misspelt one.
+    """
+    found = _find(config)
+    if found is None:
+        return None
+    where, values = found
+    for key, value in values.items():
+        if value == "auto":
+            raise ValueError(
+                f'{where}.{key}: "auto" is no value here, since accelerate and the transformers Trainer replace it; '
+                "leave the key out for the default"
+            )
+    values = dict(values)
+    own = {key: values.pop(key, None) for key in _OWN_KEYS}
+    choices = typing.get_args(VocabParallel)
+    if own["vocab_parallel"] is not None and own["vocab_parallel"] not in choices:
+        raise ValueError(f"{where}.vocab_parallel: expected one of {', '.join(choices)}, got {own['vocab_parallel']!r}")
+    if own["head"] is not None and not isinstance(own["head"], str):
+        raise TypeError(f"{where}.head: expected a module's dotted name, got {own['head']!r}")
+    for key in values:
+        close = difflib.get_close_matches(str(key), _OWN_KEYS, n=1)
+        if close and key not in _field_names():
+            raise ValueError(f"{where}.{key}: unknown key; did you mean {close[0]!r}?")
+    options = LossOptions.from_dict(values, where=where)
+    section = Section(where, {key: getattr(options, key) for key in values}, own["vocab_parallel"], own["head"])
+    _check_combination(section, config)
+    return section
+
+
+def _find(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    alias = config.get(ALIAS)
+    has_alias = isinstance(alias, Mapping) and alias.get("type") == SECTION
+    if SECTION in config and has_alias:
+        raise ValueError(f'{SECTION}: the configuration has the section twice, as "{SECTION}" and as "{ALIAS}"')
+    if SECTION in config:
+        values = config[SECTION]
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{SECTION}: expected an object such as {{}}, got {values!r}")
+        return SECTION, values
+    if has_alias:
+        assert isinstance(alias, Mapping)
+        return ALIAS, {key: value for key, value in alias.items() if key != "type"}
+    looks_like = [key for key in config if _looks_like_ours(key)]
+    if isinstance(alias, Mapping) and _looks_like_ours(alias.get("type")):
+        looks_like.append(f"{ALIAS}.type={alias['type']}")
+    if looks_like:
+        warnings.warn(
+            f'{looks_like[0]} is not read by anything; did you mean the section "{SECTION}" (or '
+            f'{{"{ALIAS}": {{"type": "{SECTION}"}}}})? The model keeps its own loss',
+            SectionWarning,
+            stacklevel=3,
+        )
+    return None
+
+
+def _looks_like_ours(name: object) -> bool:
+    letters = re.sub(r"[^a-z]", "", str(name).lower())
+    return letters.startswith("flce") or bool(difflib.get_close_matches(letters, ["flcedist"], n=1, cutoff=0.75))
+
+
+def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
+    """What cannot work whatever the model is."""
+    where = f"{section.where}.vocab_parallel"
+    if section.vocab_parallel != "data":
+        return
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        raise ValueError(
+            f'{where}: "data" needs zero_optimization.stage 3, got {stage}: only there a parameter has a partition '
+            "group of its own; the other stages keep, broadcast and average one copy of it for all data-parallel "
+            "ranks"
+        )
+    tensor_ranks = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if tensor_ranks > 1:
+        raise ValueError(
+            f'{where}: "data" with tensor_parallel.autotp_size {tensor_ranks}: tensor parallelism shards the head '
+            'already; use "tensor"'
+        )
+    if config.get("sequence_parallel_size", 1) > 1:
+        raise ValueError(
+            f'{where}: "data" with sequence_parallel_size {config["sequence_parallel_size"]}: not supported'
+        )
+    for key, off in _UNSUPPORTED_WITH_DATA.items():
+        if zero.get(key, off) != off:
+            raise ValueError(
+                f'{where}: "data" with zero_optimization.{key}={zero[key]}: it partitions parameters over other '
+                "groups than the head's; switch one of the two off"
+            )
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(LossOptions)]
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema (draft 2020-12) of a DeepSpeed configuration that describes our section and accepts all else."""
+    hints = typing.get_type_hints(LossOptions)
+    descriptions = _descriptions()
+    properties: dict[str, Any] = {
+        "vocab_parallel": {"enum": [*typing.get_args(VocabParallel), None], "description": _OWN_KEYS["vocab_parallel"]},
+        "head": {"type": ["string", "null"], "description": _OWN_KEYS["head"]},
+    }
+    for field in dataclasses.fields(LossOptions):
+        schema = _schema_of(hints[field.name])
+        schema["description"] = descriptions[field.name]
+        if field.default != "auto":
+            schema["default"] = field.default
+        properties[field.name] = schema
+    section = {"type": "object", "additionalProperties": False, "properties": properties}
+    alias = section | {
+        "required": ["type"],
+        "properties": {"type": {"const": SECTION}, **{key: {"$ref": f"#/properties/{SECTION}/properties/{key}"}
+                                                      for key in properties}},
+    }  # fmt: skip
+    is_ours = {"properties": {"type": {"const": SECTION}}, "required": ["type"]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A DeepSpeed configuration with the section of flce_dist",
+        "type": "object",
+        "properties": {
+            SECTION: {"description": "The loss of flce_dist: fields of LossOptions, and its head.", **section},
+            ALIAS: {"if": is_ours, "then": alias},
+        },
+    }
+
+
+def _descriptions() -> dict[str, str]:
+    """The options' lines in the docstring of `LossOptions`."""
+    text = (LossOptions.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
+    return {
+        name: " ".join(line.split()) for name, line in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, re.MULTILINE)
+    }
+
+
+def _schema_of(hint: Any) -> dict[str, Any]:
+    nullable, choices = False, (hint,)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        choices = typing.get_args(hint)
+        nullable = type(None) in choices
+        choices = tuple(choice for choice in choices if choice is not type(None))
+    if typing.get_origin(choices[0]) is Literal:
+        return {"enum": [value for value in typing.get_args(choices[0]) if value != "auto"]}
+    if choices[0] is torch.dtype:
+        return {"enum": [*DTYPES, None]}
+    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    kinds = [names[choice] for choice in choices] + ["null"] * nullable
+    return {"type": kinds if len(kinds) > 1 else kinds[0]}

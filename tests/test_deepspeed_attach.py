@@ -1,0 +1,341 @@
+"""What the DeepSpeed integration does around the steps: attaching, refusing, gathers, shards, checkpoints, exports."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+
+from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head
+from tests.kit.engines import (
+    LR,
+    ROWS,
+    Cell,
+    H,
+    TinyModel,
+    Trained,
+    batches,
+    deepspeed_ready,
+    gathered,
+    judge,
+    make_model,
+    steps,
+)
+from tests.kit.trace import Trace
+from tests.kit.workers import Context, Pool
+
+Engines = Callable[[int], Pool]
+DATA = {"vocab_parallel": "data"}
+
+
+def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
+    model = model or make_model(cell)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return initialize(model=model, optimizer=optimizer, config=cell.config() | replaced)[0]
+
+
+def inputs_of(cell: Cell, ctx: Context) -> tuple[Tensor, Tensor]:
+    ids, labels = batches(cell, ctx.world)[0][0]
+    mine = slice(ctx.rank * ROWS, (ctx.rank + 1) * ROWS)
+    return ids[mine], labels[mine]
+
+
+def _attach(ctx: Context) -> None:
+    """deepspeed.initialize, then attach; returns the head, and knows the engine's config whatever it was given as."""
+    cell = Cell(3, clip=0.3, section={"label_smoothing": 0.1})
+    with deepspeed_ready(ctx) as deepspeed:
+        model = make_model(cell)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=cell.config())
+        head = attach(engine)
+        assert head is engine.module.lm_head
+        ids, labels = inputs_of(cell, ctx)
+        loss = engine(ids, labels)
+        whole = make_model(cell)
+        logits = F.linear(whole.hidden(ids), whole.lm_head.weight)
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        torch.testing.assert_close(loss, expected)
+        with pytest.raises(ValueError, match="detach_loss"):
+            attach(engine)
+        engine.destroy()
+
+
+def test_attach_after_deepspeed_initialize(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _attach)
+
+
+def _without_section(ctx: Context) -> None:
+    with deepspeed_ready(ctx):
+        for name, hint in (("flce-dist", "did you mean the section"), ("steps_per_print", "no section")):
+            model = make_model(Cell())
+            config = {"train_micro_batch_size_per_gpu": ROWS, name: 10 if name == "steps_per_print" else {}}
+            forward = model.lm_head.forward
+            with pytest.warns(SectionWarning, match=hint):
+                engine, *_ = initialize(
+                    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config
+                )
+            assert engine.module.lm_head.forward == forward
+            engine.destroy()
+
+
+def test_without_a_section_the_model_keeps_its_loss_and_there_is_a_warning(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _without_section)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(H, 37)
+
+
+def _refused(ctx: Context, cell: Cell, kind: str) -> None:
+    with deepspeed_ready(ctx):
+        model = Odd() if kind == "odd" else make_model(cell)
+        if kind == "bilinear":
+            model.lm_head = nn.Bilinear(H, H, 37)
+        engine_of(cell, model)
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind", "message"),
+    [
+        (Cell(), "odd", "flce_dist.head: Odd has no lm_head or embed_out"),
+        (Cell(section={"head": "model.lm_head"}), "", "flce_dist.head: .*model"),
+        (Cell(section={"vocab_parallel": "tensor"}), "", "flce_dist.vocab_parallel: .*autotp_size"),
+        (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
+        (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
+        (Cell(2, section=DATA), "", "flce_dist.vocab_parallel: .*stage 3, got 2"),
+        (Cell(2, section={"z_loss": -1}), "", "flce_dist.z_loss must not be negative"),
+        (Cell(2, section={"reduction": "sum"}, llama=True), "", "flce_dist.reduction: a LlamaForCausalLM returns one"),
+    ],
+    ids=str,
+)
+def test_refused_on_all_ranks_before_the_first_step(
+    cell: Cell, kind: str, message: str, engine_workers: Engines
+) -> None:
+    for outcome in engine_workers(2).outcomes(2, _refused, cell, kind):
+        assert outcome.error is not None
+        assert {"TypeError", "ValueError"} & set(outcome.error.classes)
+        assert re.match(message, outcome.error.message), outcome.error.message
+
+
+def _data_after_the_engine(ctx: Context) -> None:
+    with deepspeed_ready(ctx) as deepspeed:
+        model, cell = make_model(Cell(3)), Cell(3, section=DATA)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=cell.config())
+        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*shard_head\(model, config\)"):
+            attach(engine)
+        engine.destroy()
+        with deepspeed.zero.Init(config_dict_or_path=cell.config()):
+            model = make_model(cell)
+        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*zero.Init"):
+            initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=cell.config())
+
+
+def test_a_head_is_sharded_before_the_engine_is_made(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _data_after_the_engine)
+
+
+def _autotp_says_none(ctx: Context) -> None:
+    with deepspeed_ready(ctx):
+        cell = Cell(1, llama=True, section={"vocab_parallel": "none"}, extra={"tensor_parallel": {"autotp_size": 2}})
+        engine_of(cell)
+
+
+def test_none_under_autotp_is_refused(engine_workers: Engines) -> None:
+    for outcome in engine_workers(2).outcomes(2, _autotp_says_none):
+        assert outcome.error is not None
+        assert outcome.error.message.startswith('flce_dist.vocab_parallel: "none", but AutoTP has sharded the head')
+
+
+def _own_loop(ctx: Context) -> Trained:
+    """The engine's forward gives hidden states; the loss is made by calling the head on them."""
+    cell = Cell(3, accumulation=2, clip=0.3)
+    with deepspeed_ready(ctx):
+        model = make_model(cell)
+        model.forward = model.hidden
+        engine = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=cell.config())[0]
+        trained = Trained([], [], {})
+
+        def own_loss(ids: Tensor, labels: Tensor) -> Tensor:
+            return engine.module.lm_head(engine(ids), labels)
+
+        steps(engine, cell, trained, own_loss)
+        trained.parameters = gathered(engine)
+        engine.destroy()
+    return trained
+
+
+def test_a_loop_of_ones_own_calls_the_head(engine_workers: Engines) -> None:
+    judge(Cell(3, accumulation=2, clip=0.3), engine_workers(2).run(2, _own_loop), 2)
+
+
+def _gathers(ctx: Context, section: dict[str, Any] | None) -> list[tuple[int, ...]]:
+    """Sizes of what all-gathers of one step bring together, the first step's left out."""
+    cell = Cell(3, section=section or {})
+    with deepspeed_ready(ctx), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SectionWarning)
+        model = make_model(cell)
+        if section is None:
+            model.forward = lambda ids, labels: F.cross_entropy(
+                model.lm_head(model.hidden(ids)).flatten(0, 1), labels.flatten()
+            )
+        config = cell.config()
+        if section is None:
+            del config["flce_dist"]
+        engine = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config)[0]
+        ids, labels = inputs_of(cell, ctx)
+        sizes = []
+        for step in range(2):
+            with Trace() as trace:
+                engine.backward(engine(ids, labels))
+                engine.step()
+            if step == 1:
+                events = [event for event in trace.events if event.name == "all_gather"]
+                sizes = sorted(max(torch.Size(shape).numel() for shape in event.shapes) for event in events)
+        engine.destroy()
+    return sizes
+
+
+def test_the_head_is_gathered_as_often_as_with_a_stock_loss_and_never_when_sharded(engine_workers: Engines) -> None:
+    sections: list[Any] = [None, {}, DATA | {"check_ranks": "never"}]
+    stock, ours, sharded = (engine_workers(2).run(2, _gathers, section)[0] for section in sections)
+    head, rest = 37 * H, 37 * H + H * (H + 1) + 2 * H
+    assert stock == [rest + head], "in the second step DeepSpeed gathers all in one"
+    assert ours == stock
+    assert max(sharded) == rest
+    assert all(size <= 24 * H for size in sharded if size < rest)  # hidden states, targets, statistics of 24 tokens
+
+
+def _shards(ctx: Context) -> None:
+    cell = Cell(3, section=DATA, bias=True)
+    with deepspeed_ready(ctx):
+        whole = make_model(cell).lm_head
+        engine = engine_of(cell)
+        head = engine.module.lm_head
+        rows = -(-37 // ctx.world)
+        assert head.out_features == rows
+        for parameter in head.parameters():
+            assert parameter.ds_shape[0] == rows
+            assert parameter.ds_tensor.numel() == parameter.ds_numel  # its own partition, whole
+            assert not getattr(parameter, "tensor_model_parallel", False)
+        optimized = sum(p.numel() for group in engine.optimizer.fp32_partitioned_groups_flat for p in [group])
+        body = sum(p.numel() for p in make_model(cell).parameters()) - 37 * (H + 1)
+        assert optimized == body // ctx.world + rows * (H + 1)
+        full = full_head(engine)
+        assert list(full) == ["lm_head.weight", "lm_head.bias"]
+        assert torch.equal(full["lm_head.weight"], whole.weight)
+        assert torch.equal(full["lm_head.bias"], whole.bias)
+        with pytest.raises(RuntimeError, match="no logits"):
+            engine.module.lm_head(torch.zeros(2, H))
+        engine.destroy()
+        plain = engine_of(Cell(3))
+        with pytest.raises(ValueError, match="no head of this model is sharded"):
+            full_head(plain)
+        plain.destroy()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_holds_its_rows_and_their_state(world: int, engine_workers: Engines) -> None:
+    engine_workers(world).run(world, _shards)
+
+
+def _shard_head_only_when_asked(ctx: Context) -> None:
+    with deepspeed_ready(ctx):
+        model = TinyModel(37)
+        parameter = model.lm_head.weight
+        shard_head(model, {})
+        shard_head(model, {"flce_dist": {}})
+        assert model.lm_head.weight.shape == (37, H)
+        for _ in range(2):  # once is enough
+            shard_head(model, Cell(3, section=DATA).config())
+            assert model.lm_head.weight.shape == (19, H)
+            assert model.lm_head.weight is parameter
+
+
+def test_shard_head(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _shard_head_only_when_asked)
+
+
+def _resume(ctx: Context, cell: Cell, folder: str) -> None:
+    """Three steps, a checkpoint, three more; and a new engine that does the last three from the checkpoint."""
+    with deepspeed_ready(ctx):
+        results = []
+        for resumed in (False, True):
+            torch.manual_seed(7)
+            engine = engine_of(cell, torch_model(cell, 0.5 if resumed else 1.0))
+            trained = Trained([], [], {})
+            if resumed:
+                path, _ = engine.load_checkpoint(folder)
+                assert path is not None
+            else:
+                steps(engine, cell, trained)
+                engine.save_checkpoint(folder)
+            steps(engine, cell, trained)
+            results.append((trained.losses[-3:], trained.norms[-3:], gathered(engine)))
+            engine.destroy()
+            from deepspeed.utils import groups
+
+            groups._release_process_group_references()
+        (losses, norms, parameters), (again, norms_again, parameters_again) = results
+        assert losses == again
+        assert norms == norms_again
+        for name, value in parameters.items():
+            assert torch.equal(value, parameters_again[name]), name
+
+
+def torch_model(cell: Cell, scale: float) -> Any:
+    """Other values than the checkpoint's, so that loading is seen to happen."""
+    model = make_model(cell)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(0), Cell(2, clip=0.3), Cell(3, clip=0.3), Cell(3, clip=0.3, section=DATA), Cell(3, "bfloat16", section=DATA)],
+    ids=lambda cell: cell.id,
+)
+def test_resume_is_exact(cell: Cell, engine_workers: Engines, tmp_path: Path) -> None:
+    engine_workers(2).run(2, _resume, cell, str(tmp_path))
+
+
+def _save(ctx: Context, cell: Cell, folder: str) -> dict[str, Tensor]:
+    with deepspeed_ready(ctx):
+        engine = engine_of(cell)
+        steps(engine, cell, Trained([], [], {}))
+        engine.save_checkpoint(folder)
+        parameters = gathered(engine)
+        engine.destroy()
+    return parameters
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_to_fp32_has_the_head(stage: int, engine_workers: Engines, tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    expected = engine_workers(2).run(2, _save, Cell(stage, "bfloat16"), str(tmp_path))[0]
+    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert torch.equal(state["lm_head.weight"], expected["lm_head.weight"])
+    assert state["lm_head.weight"].shape == (37, H)
+
+
+def test_zero_to_fp32_refuses_a_sharded_head(engine_workers: Engines, tmp_path: Path) -> None:
+    """It knows one partitioning for all parameters. The way out is `full_head`."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine_workers(2).run(2, _save, Cell(3, section=DATA), str(tmp_path))
+    with pytest.raises(ValueError, match="something is wrong"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))

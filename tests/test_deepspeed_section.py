@@ -1,0 +1,182 @@
+"""The section "flce_dist" of a DeepSpeed configuration: what is read, refused and warned of. Needs no engine."""
+
+import base64
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import LossOptions
+from flce_dist.integrations.deepspeed import Section, SectionWarning, json_schema, read_section
+from flce_dist.integrations.deepspeed.section import load_config
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
+ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+
+
+def test_options_are_only_those_that_are_given() -> None:
+    section = read_section({"flce_dist": {"label_smoothing": 0.1, "accum_dtype": "fp32", "softcap": None}})
+    assert section == Section(
+        "flce_dist", {"label_smoothing": 0.1, "accum_dtype": torch.float32, "softcap": None}, None, None
+    )
+
+
+def test_own_keys() -> None:
+    section = read_section({"flce_dist": {"vocab_parallel": "data", "head": "model.out"}, **ZERO3})
+    assert section == Section("flce_dist", {}, "data", "model.out")
+
+
+def test_alias() -> None:
+    assert read_section({"loss": {"type": "flce_dist", "z_loss": 1e-4}}) == Section(
+        "loss", {"z_loss": 1e-4}, None, None
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}, {"loss": {"type": "focal"}}, {"loss": "mse"}])
+def test_no_section_is_none_without_a_word(config: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    assert read_section(config) is None
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"flce-dist": {}},
+        {"flce": {}},
+        {"FLCE_DIST": {}},
+        {"flcedist": {}},
+        {"fcle_dist": {}},
+        {"loss": {"type": "flce"}},
+        {"loss": {"type": "flce-dist", "z_loss": 0.1}},
+    ],
+    ids=str,
+)
+def test_a_misspelt_name_warns(config: dict[str, Any]) -> None:
+    with pytest.warns(SectionWarning, match="did you mean the section"):
+        assert read_section(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"flce_dist": None}, TypeError, "flce_dist: expected an object"),
+        ({"flce_dist": True}, TypeError, "flce_dist: expected an object"),
+        ({"flce_dist": {}, "loss": {"type": "flce_dist"}}, ValueError, "flce_dist: the configuration has the section"),
+        ({"flce_dist": {"smoothing": 0.1}}, ValueError, "flce_dist.smoothing: unknown key; did you mean"),
+        ({"flce_dist": {"zloss": 0.1}}, ValueError, "flce_dist.zloss: unknown key; did you mean 'z_loss'"),
+        ({"flce_dist": {"vocab_paralel": "data"}}, ValueError, "flce_dist.vocab_paralel: .*'vocab_parallel'"),
+        ({"flce_dist": {"vocab_parallel": "fsdp"}}, ValueError, "flce_dist.vocab_parallel: expected one of none, tens"),
+        ({"flce_dist": {"vocab_parallel": True}}, ValueError, "flce_dist.vocab_parallel: expected one of"),
+        ({"flce_dist": {"vocab_parallel": ["data"]}}, ValueError, "flce_dist.vocab_parallel: expected one of"),
+        ({"flce_dist": {"head": 3}}, TypeError, "flce_dist.head: expected a module's dotted name"),
+        ({"flce_dist": {"label_smoothing": 2}}, ValueError, "flce_dist.label_smoothing"),
+        ({"flce_dist": {"chunk_rows": "many"}}, TypeError, "flce_dist.chunk_rows"),
+        ({"flce_dist": {"accum_dtype": "half"}}, ValueError, "flce_dist.accum_dtype: expected one of"),
+        ({"flce_dist": {"backward": "auto"}}, ValueError, 'flce_dist.backward: "auto" is no value here'),
+        ({"flce_dist": {"softcap": "auto"}}, ValueError, 'flce_dist.softcap: "auto"'),
+        ({"flce_dist": {"vocab_parallel": "auto"}}, ValueError, 'flce_dist.vocab_parallel: "auto"'),
+        ({"flce_dist": {"backward": "forward", "reduction": "none"}}, ValueError, "flce_dist.backward"),
+        ({"loss": {"type": "flce_dist", "z_loss": "a"}}, TypeError, "loss.z_loss"),
+        ({"flce_dist": {1: 2}}, ValueError, "flce_dist.1: unknown key"),
+    ],
+    ids=str,
+)
+def test_refused_with_the_key(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        read_section(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2])
+def test_data_needs_stage_3(stage: int | None) -> None:
+    config: dict[str, Any] = {"flce_dist": {"vocab_parallel": "data"}}
+    if stage is not None:
+        config["zero_optimization"] = {"stage": stage}
+    with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .* needs zero_optimization.stage 3, got [012]"):
+        read_section(config)
+
+
+@pytest.mark.parametrize(
+    ("zero", "rest", "named"),
+    [
+        ({"zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size=2"),
+        ({"mics_shard_size": 4}, {}, "mics_shard_size=4"),
+        ({"zero_quantized_weights": True}, {}, "zero_quantized_weights"),
+        ({"zero_quantized_gradients": True}, {}, "zero_quantized_gradients"),
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size 2"),
+        ({}, {"sequence_parallel_size": 2, "data_parallel_size": 1}, "sequence_parallel_size 2"),
+    ],
+)
+def test_data_with_what_it_cannot_be_combined_with(zero: dict[str, Any], rest: dict[str, Any], named: str) -> None:
+    config = {"flce_dist": {"vocab_parallel": "data"}, "zero_optimization": {"stage": 3, **zero}, **rest}
+    with pytest.raises(ValueError, match=rf"flce_dist.vocab_parallel: .*{named}"):
+        read_section(config)
+
+
+class TestAsDeepSpeedReadsIt:
+    """A path to JSON or hjson, or base64."""
+
+    TEXT = '{\n  # a comment\n  "flce_dist": {"vocab_parallel": "none", z_loss: 0.001}\n  train_batch_size: 8\n}'
+
+    @pytest.fixture(autouse=True)
+    def _deepspeed(self) -> None:
+        pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+
+    def test_path(self, tmp_path: Path) -> None:
+        path = tmp_path / "config.hjson"
+        path.write_text(self.TEXT)
+        for given in (str(path), path):
+            assert read_section(load_config(given)) == Section("flce_dist", {"z_loss": 0.001}, "none", None)
+
+    def test_base64(self) -> None:
+        encoded = base64.urlsafe_b64encode(json.dumps({"flce_dist": {"softcap": 30.0}}).encode()).decode()
+        assert read_section(load_config(encoded)) == Section("flce_dist", {"softcap": 30.0}, None, None)
+
+    def test_duplicate_key(self, tmp_path: Path) -> None:
+        path = tmp_path / "config.json"
+        path.write_text('{"flce_dist": {"z_loss": 0.1, "z_loss": 0.2}}')
+        with pytest.raises(ValueError, match="z_loss"):
+            load_config(str(path))
+
+    def test_neither(self) -> None:
+        with pytest.raises(ValueError, match="deepspeed config"):
+            load_config("no/such/file.json")
+
+
+def schema_text() -> str:
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def test_the_schema_file_is_that_of_the_options() -> None:
+    """To write it anew: python -c "from tests.test_deepspeed_section import *; write_schema()"."""
+    assert (CONFIGS / "flce_dist.schema.json").read_text() == schema_text()
+
+
+def write_schema() -> None:
+    (CONFIGS / "flce_dist.schema.json").write_text(schema_text())
+
+
+def test_the_schema_has_every_option_with_its_description_and_default() -> None:
+    section = json_schema()["properties"]["flce_dist"]
+    assert section["additionalProperties"] is False
+    properties = section["properties"]
+    assert set(properties) == {field.name for field in dataclasses.fields(LossOptions)} | {"vocab_parallel", "head"}
+    assert all(property["description"] for property in properties.values())
+    assert properties["label_smoothing"]["default"] == 0.0
+    assert properties["label_smoothing"]["type"] == "number"
+    assert properties["chunk_rows"]["type"] == ["integer", "null"]
+    assert properties["logits_budget"]["type"] == ["integer", "string"]
+    assert properties["backward"]["enum"] == ["forward", "recompute"]
+    assert "bfloat16" in properties["accum_dtype"]["enum"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
+def test_our_configurations_are_json_and_read_without_a_warning(path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    config = json.loads(path.read_text())
+    if path.name != "flce_dist.schema.json":
+        assert read_section(config) is not None
+        assert config["$schema"] == "./flce_dist.schema.json"
+    assert not recwarn
