@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.kit.workers import Context, Pool
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
 
+from flce_dist.integrations.never_gathered import shard_head  # noqa: E402
 from flce_dist.integrations.transformers import apply, apply_to_trainer  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, tiny, whole  # noqa: E402
 
@@ -99,6 +100,20 @@ def test_parameters_after_steps_are_those_of_one_process(how: str, early: bool, 
             torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def _counts(ctx: Context) -> None:
+    model = tiny()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    apply(model)
+    exact = model(input_ids=TEXT, labels=LABELS, num_items_in_batch=torch.tensor(1001)).loss
+    assert model(input_ids=TEXT, labels=LABELS, num_items_in_batch=1001).loss == exact
+    with pytest.raises(ValueError, match="cannot count tokens"):
+        model(input_ids=TEXT, labels=LABELS, num_items_in_batch=torch.tensor(1001.0))
+
+
+def test_a_count_that_mixed_precision_rounds_is_refused(workers: Pool) -> None:
+    workers.run(4, _counts)
+
+
 @contextmanager
 def _as_launched(ctx: Context) -> Iterator[None]:
     """The environment of a launcher, which accelerate reads; the group of the session's workers is there already."""
@@ -115,23 +130,39 @@ def _as_launched(ctx: Context) -> Iterator[None]:
             state._reset_state()
 
 
-def _trainer(ctx: Context, fused: bool) -> Any:
+def _trainer(ctx: Context, how: str) -> Any:
     from tests.test_hf_trainer import history, trainer
 
     with _as_launched(ctx), tempfile.TemporaryDirectory() as folder:
-        run = trainer(Path(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, ddp_backend="gloo")
-        if fused:
+        run = trainer(
+            Path(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, ddp_backend="gloo",
+            max_grad_norm=0.0, per_device_eval_batch_size=2,
+        )  # fmt: skip
+        run.eval_dataset = run.train_dataset[:8]
+        if how == "never gathered":
+            shard_head(run.model, "lm_head", init_device_mesh("cpu", (4,)))
+        if how != "stock":
             apply_to_trainer(run)
         run.train()
         evaluation = run.evaluate()["eval_loss"]
         assert run.accelerator.num_processes == ctx.world
         dist.barrier()
-        return [*history(run), (evaluation, 0.0)]
+        losses = [loss for loss, _ in history(run)]
+        return [*losses, evaluation], {name: whole(p.detach()) for name, p in run.model.named_parameters()}
 
 
-def test_a_trainer_on_four_ranks(workers: Pool) -> None:
-    """It counts the tokens of all ranks and multiplies each rank's loss by their number."""
+@pytest.fixture(scope="module")
+def stock_on_ranks(workers: Pool) -> Any:
     pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[test]")
-    expected = torch.tensor(workers.run(4, _trainer, False)[0])
-    for result in workers.run(4, _trainer, True):
-        torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-4, atol=1e-5)
+    return workers.run(4, _trainer, "stock")[0]
+
+
+@pytest.mark.parametrize("how", ["ddp", "never gathered"])
+def test_a_trainer_on_four_ranks(how: str, stock_on_ranks: Any, workers: Pool) -> None:
+    """It counts the tokens of all ranks and multiplies each rank's loss by their number: right for a head that is
+    averaged like the body, and not to reach the shards of one that is not."""
+    losses, parameters = stock_on_ranks
+    for ours, ours_parameters in workers.run(4, _trainer, how):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+        for name, value in parameters.items():
+            torch.testing.assert_close(ours_parameters[name], value, rtol=1e-3, atol=1e-4)
