@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from flce_dist import VocabParallelHead
 from flce_dist.attach import attach_loss
-from flce_dist.integrations.never_gathered import NeverGatheredHead, clip_grad_norm_, shard_head
+from flce_dist.clip import clip_grad_norm_
+from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
 from tests.kit.compare import assert_close
 from tests.kit.data_parallel import Cell, H, Model, V, batch, mesh_of, reference, train, wrap
 from tests.kit.trace import Trace

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flce_dist import count_valid_tokens
-from flce_dist.integrations.never_gathered import NeverGatheredHead, clip_grad_norm_, shard_head
+from flce_dist.clip import clip_grad_norm_
+from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
 from tests.kit.workers import Context
 
 IDS, H, V = 11, 8, 29  # V is not divisible by 2, 3 or 4
