@@ -148,7 +148,8 @@ def train(ctx: Context, cell: Cell) -> dict[str, Any]:
     for step in range(STEPS):
         batches = [batch(step, micro, ctx.rank) for micro in range(cell.accumulation)]
         targets = torch.cat([target.flatten() for _, target in batches])
-        count = count_valid_tokens(targets, group=ctx.group) / cell.replicas
+        # A number: mixed-precision wrappers would cast a tensor that is no integer to 16 bits.
+        count = (count_valid_tokens(targets, group=ctx.group) / cell.replicas).item()
         total = 0.0
         for number, (ids, target) in enumerate(batches, start=1):
             with synchronised(wrapped, head, number == cell.accumulation or not cell.no_sync):
