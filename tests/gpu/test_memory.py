@@ -95,18 +95,21 @@ def test_b42_no_block_of_all_logits(device: torch.device, weight: torch.Tensor) 
 
 @pytest.mark.parametrize("allocator", ["default", "expandable_segments:True"])
 def test_b42_reserved_memory_does_not_creep(device: torch.device, allocator: str) -> None:
-    """200 steps of random length: no growth in the second half. With expandable segments reserved is at most 1.2 times
-    the allocated peak. The default allocator cuts the caller's next hidden states from the block that held the logits,
-    and so keeps one block of the budget more.
+    """200 steps of random length. With expandable segments reserved is at most 1.2 times the allocated peak, and does
+    not grow in the second half. The default allocator may cut the caller's next hidden states from the block that held
+    the logits, and so keeps up to one block of the budget more, from whichever step this happens in.
 
     In a process of its own: tensors that a failed test keeps alive would pin blocks of the allocator.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         allocated, halfway, reserved = process.submit(_steps_of_random_length, device, allocator).result(timeout=120)
-    most = allocated + BUDGET if allocator == "default" else 1.2 * allocated
+    if allocator == "default":
+        most, late = allocated + BUDGET, halfway + BUDGET
+    else:
+        most, late = 1.2 * allocated, 1.02 * halfway
     assert reserved <= most, f"{reserved / 2**20:.0f} MiB reserved, {allocated / 2**20:.0f} MiB allocated"
-    assert reserved <= 1.02 * halfway, f"{halfway / 2**20:.0f} MiB after 100 steps, {reserved / 2**20:.0f} after 200"
+    assert reserved <= late, f"{halfway / 2**20:.0f} MiB after 100 steps, {reserved / 2**20:.0f} after 200"
 
 
 def _steps_of_random_length(device: torch.device, allocator: str) -> tuple[int, int, int]:
