@@ -147,11 +147,14 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "V > 2^24" in options
 
 
-PROGRAMS = [
-    program
-    for page in (ROOT / "README.md", ROOT / "docs" / "transformers.md")
-    for program in PYTHON_BLOCK.findall(page.read_text())
-    if re.match(r"# (python|torchrun) ", program)
+COMMAND = re.compile(r"# (?:python|torchrun --nproc-per-node (\d)) (\w+\.py)")
+README_PROGRAMS = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
+# All blocks of the README, and those of other pages that begin with their command.
+PROGRAMS = README_PROGRAMS + [
+    block
+    for page in PAGES[1:]
+    for block in PYTHON_BLOCK.findall(page.read_text())
+    if COMMAND.fullmatch(block.splitlines()[0])
 ]
 # Processes are left as soon as all are done: tearing gloo down at exit can hang.
 RUNNER = """
@@ -165,15 +168,15 @@ os._exit(0)
 """
 
 
-def test_there_are_programs() -> None:
-    assert len(PROGRAMS) >= 5
+def test_the_readme_has_programs() -> None:
+    assert len(README_PROGRAMS) >= 4
 
 
 @pytest.mark.timeout(600)  # some seconds; whoever shares the cores must not fail it
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0].split()[-1])
-def test_programs_of_the_pages_run(program: str, tmp_path: Path) -> None:
+def test_programs_run(program: str, tmp_path: Path) -> None:
     """As their first line says: `# python FILE` or `# torchrun --nproc-per-node N FILE`."""
-    command = re.fullmatch(r"# (?:python|torchrun --nproc-per-node (\d)) (\w+\.py)", program.splitlines()[0])
+    command = COMMAND.fullmatch(program.splitlines()[0])
     assert command is not None
     if "transformers" in program:
         pytest.importorskip("transformers", reason="needs the [train] extra")

@@ -153,7 +153,7 @@ def _trainer(ctx: Context, how: str) -> Any:
 
 @pytest.fixture(scope="module")
 def stock_on_ranks(workers: Pool) -> Any:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[test]")
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
     return workers.run(4, _trainer, "stock")[0]
 
 

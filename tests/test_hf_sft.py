@@ -7,8 +7,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
-datasets = pytest.importorskip("datasets", reason="needs datasets: pip install flce_dist[test]")
-trl = pytest.importorskip("trl", reason="needs trl: pip install flce_dist[test]")
+datasets = pytest.importorskip("datasets", reason="needs datasets: pip install flce_dist[hf]")
+trl = pytest.importorskip("trl", reason="needs trl: pip install flce_dist[hf]")
 
 import tokenizers  # noqa: E402
 
@@ -128,7 +128,7 @@ def test_dft_is_token_scaling(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_the_trainer_adds(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft: pip install flce_dist[test]")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
     results = []
     for fused in (False, True):
         torch.manual_seed(0)
