@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import LossOutput, linear_cross_entropy
@@ -94,6 +94,7 @@ class VocabParallelHead(_Grouped):
     bias: nn.Parameter | None
     raw_logits = False
     """Whether logits are returned before `logit_scale` and `softcap`: for a model that applies them after its head."""
+    _max_mesh_dims = 1
 
     def __init__(
         self,
@@ -113,10 +114,13 @@ class VocabParallelHead(_Grouped):
         self._options = options
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
-        if isinstance(group, DeviceMesh) and group.ndim != 1:
-            raise ValueError(f"expected a process group or a 1-D mesh, got a mesh of {group.ndim} dimensions: name one")
+        if isinstance(group, DeviceMesh) and group.ndim > self._max_mesh_dims:
+            wanted = " or ".join(f"{n}-D" for n in range(1, self._max_mesh_dims + 1))
+            raise ValueError(
+                f"expected a process group or a {wanted} mesh, got a mesh of {group.ndim} dimensions: name one"
+            )
         self._mesh = group if isinstance(group, DeviceMesh) else None
-        process_group = group.get_group() if isinstance(group, DeviceMesh) else group
+        process_group = group.get_group(group.ndim - 1) if isinstance(group, DeviceMesh) else group
         self.group = process_group if collectives.world_size(process_group) > 1 else None
         self.hidden_layout = hidden_layout
         self.hidden_grad_scale = hidden_grad_scale
@@ -188,12 +192,13 @@ class VocabParallelHead(_Grouped):
         """
         if target is None:
             return self._logits(hidden)
-        plain_shard = self.group is not None and not isinstance(self.weight, DTensor)
+        weight, bias = self._operands(hidden)
+        plain_shard = self.group is not None and not isinstance(weight, DTensor)
         return linear_cross_entropy(
             hidden,
-            self.weight,
+            weight,
             target,
-            bias=self.bias,
+            bias=bias,
             class_weight=class_weight,
             token_weight=token_weight,
             normalizer=normalizer,
@@ -213,9 +218,14 @@ class VocabParallelHead(_Grouped):
             f"{self.shard.stop}), bias={self.bias is not None}"
         )
 
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as the loss takes them."""
+        return self.weight, self.bias
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight: Tensor = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        bias: Tensor | None = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+        weight, bias = self._operands(hidden)
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
         if self.group is not None:
             if self.hidden_layout == "sharded":
                 raise NotImplementedError(
@@ -236,9 +246,14 @@ class VocabParallelHead(_Grouped):
         if self.group is None:
             return nn.Parameter(local, requires_grad)
         mesh = self._mesh or DeviceMesh.from_group(self.group, "cpu" if local.is_meta else local.device.type)
+        return self._sharded_parameter(local, mesh, requires_grad)
+
+    def _sharded_parameter(self, local: Tensor, mesh: DeviceMesh, requires_grad: bool) -> nn.Parameter:
+        """Sharded over the last dimension of `mesh`, replicated over one before it."""
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         shape = torch.Size((self.vocab_size, *local.shape[1:]))
         stride = (*shape[1:], 1)
-        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         return nn.Parameter(shard, requires_grad)
 
     def _from_full(self, full: Tensor) -> nn.Parameter:

@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flce_dist.clip import clip_grad_norm_
 from trainer.checkpoint import Checkpoints, step_of
 from trainer.data import Batch, PackedSequences, TrainingBatches, evaluation_batches
 from trainer.export import save_pretrained
 from trainer.model import ignore_index, logits_facts
-from trainer.optim import clip_gradients, learning_rate, make_optimizer
+from trainer.optim import learning_rate, make_optimizer
 from trainer.parallel import Ranks, SetupError, exit_process
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary
 from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, Setup, prepare
@@ -92,7 +93,8 @@ class Trainer:
                 loss = self.wrapped(inputs, targets, normalizer)
                 loss.backward()
             losses.append(loss.detach())
-        norm = clip_gradients(self.model.parameters(), self.config.optimizer.max_grad_norm)
+        most = self.config.optimizer.max_grad_norm
+        norm = clip_grad_norm_(self.model, math.inf if most is None else most)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -126,7 +128,7 @@ class Trainer:
         for batch in evaluation_batches(self.held_out, sequences, self.rows, mode.data_rank, mode.data_ranks):
             inputs, targets = self.to_device(batch)
             totals[0] += self.model(inputs, targets, 1.0)
-            totals[1] += (targets != self.ignore_index).sum()
+            totals[1] += mode.normalizer(targets, self.ignore_index)
         self.model.train()
         total, count = mode.mean_loss(totals).tolist()
         if self.metrics is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 pytest.importorskip("yaml", reason="the trainer's tests need the [train] extra")
 
 from trainer.config import from_mapping, load_config, to_mapping
-from trainer.parallel import MODES, Ranks, SetupError, make_mode, pick_device
+from trainer.modes import MODES, make_mode
+from trainer.parallel import Ranks, SetupError, pick_device
 from trainer.schema import Config, ConfigError
 from trainer.setup import prepare
 
@@ -22,9 +24,9 @@ def override(*changes: str) -> Config:
     return load_config(str(QUICKSTART), changes)
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "data_parallel.yaml"])
-def test_shipped_configs_load(name: str) -> None:
-    config = load_config(str(ROOT / "configs" / name))
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    config = load_config(str(path))
     assert from_mapping(to_mapping(config)) == config
 
 
@@ -106,8 +108,29 @@ def test_batch_must_divide_over_ranks_and_accumulation() -> None:
 
 def test_unknown_parallel_mode_names_the_known_ones() -> None:
     one = Ranks(rank=0, size=1, local_rank=0, local_size=1)
-    with pytest.raises(ConfigError, match=r"^parallel\.mode: expects tensor or data, got 'tensr'; did you mean tensor"):
+    with pytest.raises(
+        ConfigError, match=r"^parallel\.mode: expects tensor or data or .*, got 'tensr'; did you mean tensor"
+    ):
         make_mode(override("parallel.mode=tensr"), one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "says"),
+    [
+        (("parallel.tensor_size=2",), "tensor_size", "is not for parallel.mode tensor"),
+        (("parallel.mode=data", "parallel.head=sharded"), "head", "is not for parallel.mode data"),
+        (("parallel.mode=fsdp", "parallel.tensor_size=2"), "tensor_size", "is for parallel.mode fsdp+tensor"),
+        (("parallel.mode=fsdp", "parallel.head=sharded", "loss=torch"), "head", "sharded needs loss.type flce"),
+        (("parallel.mode=fsdp+tensor",), "tensor_size", "needs the number of ranks that share a vocabulary"),
+        (("parallel.mode=fsdp+tensor", "parallel.tensor_size=3"), "tensor_size", "3 does not divide the 4 processes"),
+        (("parallel.mode=fsdp+tensor", "parallel.tensor_size=2", "parallel.head=gathered"), "head", "is for"),
+    ],
+    ids=str,
+)
+def test_keys_of_one_mode_are_refused_in_the_others(changes: tuple[str, ...], key: str, says: str) -> None:
+    four = Ranks(rank=0, size=4, local_rank=0, local_size=4)
+    with pytest.raises(ConfigError, match=rf"^parallel\.{key}: .*{re.escape(says)}"):
+        make_mode(override(*changes), four)
 
 
 def test_more_processes_than_gpus_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
@@ -88,7 +89,7 @@ def ignore_index(config: Config) -> int:
 
 
 def build_model(
-    config: Config, tokens: TokenFiles, head_group: dist.ProcessGroup | None, device: torch.device
+    config: Config, tokens: TokenFiles, head_group: dist.ProcessGroup | DeviceMesh | None, device: torch.device
 ) -> LanguageModel:
     """The model on `device`, its head replaced as the `loss` section says. Equal on all ranks for one seed.
 
@@ -157,7 +158,9 @@ def _load(path: str) -> transformers.PreTrainedModel:
         raise ConfigError("model.path", f"{path} holds no causal language model: {error}") from error
 
 
-def _replace_head(config: Config, causal_lm: transformers.PreTrainedModel, group: dist.ProcessGroup | None) -> None:
+def _replace_head(
+    config: Config, causal_lm: transformers.PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None
+) -> None:
     key = "loss"
     if config.model.path is not None:
         key = "model.path"
@@ -185,9 +188,11 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
     dtype = options.logits_dtype or DTYPES[config.train.dtype]
     ranks = dist.get_world_size(head.group) if head.group is not None else 1
     columns = VocabShard.even(head.shard.vocab_size, 0, ranks).num_columns
-    rows = chunk_rows(tokens, columns, dtype.itemsize, options.budget_bytes, options.chunk_rows)
+    loop_tokens = tokens * ranks if head.hidden_layout == "sharded" else tokens
+    rows = chunk_rows(loop_tokens, columns, dtype.itemsize, options.budget_bytes, options.chunk_rows)
     return {
         "tokens": tokens,
+        "loop_tokens": loop_tokens,
         "vocab_size": head.shard.vocab_size,
         "chunk_rows": rows,
         "columns": columns,

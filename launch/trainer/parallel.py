@@ -1,30 +1,33 @@
-"""Process start and stop, errors that all ranks agree on, and the parallel modes.
+"""Process start and stop, errors that all ranks agree on, and what a parallel mode decides.
 
 A mode answers four questions, in one class: over which ranks is the vocabulary sharded, which part of the batch does
-this rank see, over which ranks are the valid tokens counted, and how is the model wrapped. A new one (FSDP,
-DeepSpeed, a head shared by data-parallel ranks) is one more class in `MODES`.
+this rank see, what is its loss divided by, and how is the model wrapped. The modes without FSDP are here, those with it
+in `fsdp.py`, and their names in `modes.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flce_dist import count_valid_tokens
 
 from .schema import Config, ConfigError
+
+if TYPE_CHECKING:
+    from .model import LanguageModel
 
 
 class SetupError(RuntimeError):
@@ -123,13 +126,29 @@ def pick_device(config: Config, ranks: Ranks) -> torch.device:
 class ParallelMode:
     """What a mode decides. The defaults: the vocabulary on every rank, the same batch on all, DDP around the model."""
 
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, config: Config):
+        """Raises ConfigError: a setting that the mode cannot use."""
+        self.ranks, self.config = ranks, config
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError: a setting that the mode cannot use."""
+        for key in ("tensor_size", "head"):
+            if getattr(self.config.parallel, key) is not None:
+                raise ConfigError(
+                    f"parallel.{key}", f"is not for parallel.mode {self.config.parallel.mode}: set it to null"
+                )
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the mode's groups of ranks. All ranks call it together, before anything else of the mode."""
 
     @property
-    def head_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the vocabulary; None when each holds all of it."""
+    def head_group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        """The ranks that share the vocabulary and see the same tokens; None when each holds all of it."""
         return None
+
+    def place_head(self, model: LanguageModel) -> None:
+        """What else is done to the head of a model that was just built. Raises ConfigError."""
 
     @property
     def data_rank(self) -> int:
@@ -145,7 +164,7 @@ class ParallelMode:
         raise NotImplementedError
 
     def mean_loss(self, losses: Tensor) -> Tensor:
-        """The loss of the whole batch from this rank's, elementwise."""
+        """The loss of the whole batch from this rank's, elementwise; of counts by `normalizer`, the count."""
         return losses
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -199,27 +218,6 @@ class DataParallel(ParallelMode):
         losses = losses.clone()
         dist.all_reduce(losses)
         return losses / self.ranks.size
-
-
-MODES: dict[str, type[ParallelMode]] = {"tensor": TensorParallel, "data": DataParallel}
-
-
-def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
-    """The mode of `parallel.mode`, once the batch is known to divide. Raises ConfigError."""
-    name = config.parallel.mode
-    if name not in MODES:
-        close = difflib.get_close_matches(name, MODES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError("parallel.mode", f"expects {' or '.join(MODES)}, got {name!r}{hint}")
-    mode = MODES[name](ranks)
-    parts = mode.data_ranks * config.train.accumulation
-    if config.train.batch_size % parts:
-        raise ConfigError(
-            "train.batch_size",
-            f"{config.train.batch_size} sequences do not divide over {mode.data_ranks} data-parallel ranks x "
-            f"{config.train.accumulation} accumulation steps (train.accumulation)",
-        )
-    return mode
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel:

@@ -153,7 +153,7 @@ def summary(records: list[Record], facts: Record, files: list[Path]) -> str:
     Args:
         records: all metrics of the run.
         facts: `tokens` of one micro-step on one rank, `vocab_size`, and for the fused loss `chunk_rows`, `columns` and
-            `itemsize` of its logits buffer.
+            `itemsize` of its logits buffer, and `loop_tokens`, the tokens that went through it.
         files: what the run wrote.
     """
     losses = [record["loss"] for record in records if "loss" in record]
@@ -165,7 +165,7 @@ def summary(records: list[Record], facts: Record, files: list[Path]) -> str:
     ]
     if "chunk_rows" in facts:
         chunk = facts["chunk_rows"] * facts["columns"] * facts["itemsize"]
-        chunks = math.ceil(facts["tokens"] / facts["chunk_rows"])
+        chunks = math.ceil(facts["loop_tokens"] / facts["chunk_rows"])
         lines.append(
             f"the loss held {human_bytes(chunk)} of them at a time: {chunks} chunks of {facts['chunk_rows']:,} tokens "
             f"x {facts['columns']:,} local entries"

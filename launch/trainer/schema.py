@@ -119,6 +119,8 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     mode: str = "tensor"
+    tensor_size: int | None = number(None, least=1)
+    head: Literal["gathered", "sharded"] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -14,7 +14,8 @@ import yaml
 from .checkpoint import check_resumable, complete, dotted
 from .config import load_config, to_mapping
 from .model import LanguageModel, build_model
-from .parallel import ParallelMode, Ranks, SetupError, make_mode, pick_device
+from .modes import make_mode
+from .parallel import ParallelMode, Ranks, SetupError, pick_device
 from .report import METRICS
 from .schema import Config, ConfigError
 from .tokens import TokenFiles, open_tokens, prepare_tokens
@@ -45,6 +46,7 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
         device = pick_device(config, ranks)
         mode = make_mode(config, ranks)
     ranks.same_everywhere("the configuration", dotted(to_mapping(config)))
+    mode.connect(device)
 
     resume_from, folder = None, None
     with ranks.agree():
@@ -60,6 +62,7 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
     with ranks.agree():
         tokens = open_tokens(folders.pop(), config)
         model = build_model(config, tokens, mode.head_group, device)
+        mode.place_head(model)
     with ranks.agree():
         if ranks.is_main:
             _make_output(config, fresh=resume_from is None)

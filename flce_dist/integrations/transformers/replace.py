@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ... import collectives
 from ...head import VocabParallelHead
@@ -19,7 +20,7 @@ _TRANSFORMS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_mu
 
 
 def replace_head(
-    model: PreTrainedModel, group: dist.ProcessGroup | None = None, **options: Unpack[LossOptionsDict]
+    model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None = None, **options: Unpack[LossOptionsDict]
 ) -> VocabParallelHead:
     """Replaces the output embedding of a causal LM by a `VocabParallelHead`, and returns it.
 
@@ -29,7 +30,7 @@ def replace_head(
 
     Args:
         model: with the same parameters on all ranks of `group`.
-        group: ranks that share the vocabulary; None: not sharded.
+        group: ranks that share the vocabulary, as a process group or a 1-D device mesh; None: not sharded.
         options: the fields of `LossOptions`.
 
     Raises:
@@ -40,7 +41,7 @@ def replace_head(
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"{type(model).__name__} has no linear output embedding, but {type(linear).__name__}")
-    sharded = collectives.world_size(group) > 1
+    sharded = collectives.world_size(group.get_group() if isinstance(group, DeviceMesh) else group) > 1
     if sharded and linear.weight is getattr(model.get_input_embeddings(), "weight", None):
         raise ValueError(
             "the model ties its output to its input embedding: a sharded head cannot share the full embedding; set "

@@ -1,0 +1,34 @@
+"""The parallel modes by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from .fsdp import FullySharded, FullyShardedTensorParallel
+from .parallel import DataParallel, ParallelMode, Ranks, TensorParallel
+from .schema import Config, ConfigError
+
+MODES: dict[str, type[ParallelMode]] = {
+    "tensor": TensorParallel,
+    "data": DataParallel,
+    "fsdp": FullySharded,
+    "fsdp+tensor": FullyShardedTensorParallel,
+}
+
+
+def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
+    """The mode of `parallel.mode`, once the batch is known to divide. Raises ConfigError."""
+    name = config.parallel.mode
+    if name not in MODES:
+        close = difflib.get_close_matches(name, MODES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError("parallel.mode", f"expects {' or '.join(MODES)}, got {name!r}{hint}")
+    mode = MODES[name](ranks, config)
+    parts = mode.data_ranks * config.train.accumulation
+    if config.train.batch_size % parts:
+        raise ConfigError(
+            "train.batch_size",
+            f"{config.train.batch_size} sequences do not divide over {mode.data_ranks} data-parallel ranks x "
+            f"{config.train.accumulation} accumulation steps (train.accumulation)",
+        )
+    return mode
