@@ -352,7 +352,9 @@ def _save_16bit(ctx: Context, cell: Cell, folder: str) -> Tensor:
     return head
 
 
-@pytest.mark.parametrize("cell", [Cell(3), Cell(3, section=DATA), Cell(3, "bfloat16", section=DATA)], ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "cell", [Cell(3), Cell(3, section=DATA), Cell(3, "bfloat16", section=DATA)], ids=lambda c: c.id
+)
 def test_save_16bit_model_has_the_whole_head(cell: Cell, engine_workers: Engines, tmp_path: Path) -> None:
     head = engine_workers(2).run(2, _save_16bit, cell, str(tmp_path))[0]
     saved = torch.load(tmp_path / "model.bin")

@@ -112,7 +112,8 @@ def build_model(
     if isinstance(config.loss, Mapping):
         _check_loss(loss_options(config.loss), DTYPES[config.train.dtype], device)
     causal_lm = causal_lm.to(device)
-    _replace_head(config, causal_lm, head_group)
+    if config.parallel.mode != "deepspeed":  # whose engine gives the head that it has a loss
+        _replace_head(config, causal_lm, head_group)
     return LanguageModel(causal_lm, None if config.train.dtype == "float32" else DTYPES[config.train.dtype])
 
 
@@ -179,22 +180,20 @@ def _replace_head(
 
 def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str, int]:
     """For the summary: the sizes of the full logits of `tokens` tokens, and of the fused loss's buffer."""
-    head = model.head
-    if isinstance(head, FullLogitsHead):
-        return {"tokens": tokens, "vocab_size": head.out_features}
-    assert isinstance(head, VocabParallelHead)
-    assert isinstance(config.loss, Mapping)
-    options = loss_options(config.loss)
-    dtype = options.logits_dtype or DTYPES[config.train.dtype]
-    ranks = dist.get_world_size(head.group) if head.group is not None else 1
-    columns = VocabShard.even(head.shard.vocab_size, 0, ranks).num_columns
-    loop_tokens = tokens * ranks if head.hidden_layout == "sharded" else tokens
+    head: Any = model.head
+    facts = {"tokens": tokens, "vocab_size": model.causal_lm.config.get_text_config().vocab_size}
+    if config.loss == "torch":
+        return facts
+    if isinstance(head, VocabParallelHead):
+        group, layout, options = head.group, head.hidden_layout, head.options
+    else:  # DeepSpeed's
+        arguments = head._flce_loss.arguments
+        group, layout = arguments["group"], arguments["hidden_layout"]
+        options = LossOptions(**{name: arguments[name] for name in LossOptions.__annotations__ if name in arguments})
+    wide = head.weight.dtype == torch.float32
+    dtype = options.logits_dtype or (DTYPES[config.train.dtype] if wide else head.weight.dtype)
+    ranks = dist.get_world_size(group) if group is not None else 1
+    columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
+    loop_tokens = tokens * ranks if layout == "sharded" else tokens
     rows = chunk_rows(loop_tokens, columns, dtype.itemsize, options.budget_bytes, options.chunk_rows)
-    return {
-        "tokens": tokens,
-        "loop_tokens": loop_tokens,
-        "vocab_size": head.shard.vocab_size,
-        "chunk_rows": rows,
-        "columns": columns,
-        "itemsize": dtype.itemsize,
-    }
+    return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": dtype.itemsize}
