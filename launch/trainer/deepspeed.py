@@ -96,8 +96,8 @@ class DeepSpeed(DataParallel):
         # Of torch's old names of collectives, which DeepSpeed still uses: some lines a step.
         warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
         if device.type == "cpu":
-            # A compiled all-reduce through shared memory: a minute of compilation that no run on a CPU needs.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # No compiled all-reduce through shared memory: it takes most of a minute to build.
+            deepspeed.ops.__compatible_ops__ = {}
         os.environ.setdefault("LOCAL_RANK", str(self.ranks.local_rank))
         if not dist.is_initialized():  # started by plain python
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -142,9 +142,11 @@ class DeepSpeed(DataParallel):
     def whole_state(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
         if self.engine.zero_optimization_partition_weights() or self.engine.autotp_size() > 1:
             # In the parameters' own dtype, whatever its name says; None but on rank 0.
-            yield from (self.engine._consolidated_16bit_state_dict() or {}).items()
+            state = self.engine._consolidated_16bit_state_dict() or {}
         else:
-            yield from super().whole_state(model)
+            state = dict(super().whole_state(model))
+        for name, tensor in state.items():
+            yield name, tensor.clone()  # a parameter is a view of a larger buffer, which safetensors refuses to write
 
     def make_checkpoints(self, folder: Path) -> Checkpoints:
         return EngineCheckpoints(folder, self.config.checkpoint.keep, self.ranks, self.engine)
