@@ -281,7 +281,7 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
             "pass group=weight.device_mesh.get_group(); for FSDP2's sharded parameter compute the loss in the forward "
             "of the module that owns it"
         )
-    if group is not None and dist.get_process_group_ranks(group) != mesh.mesh.flatten().tolist():
+    if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(mesh.get_group()):
         raise ValueError(
             f"weight is {where}, which is not that of ranks {dist.get_process_group_ranks(group)}, the group"
         )

@@ -26,6 +26,14 @@ from .shard import VocabShard, partition_error
 _largest_shard: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 """Columns of the largest shard by group and vocabulary size, as its ranks once agreed."""
 
+_REMEDY = "compute the loss inside the forward of the module that owns it, as VocabParallelHead and attach_loss do"
+_OTHER_DATA = (
+    "do the ranks see different batches (data parallel), or is the group not the tensor-parallel one? A weight that "
+    "FSDP2 has sharded over the data-parallel ranks is no vocabulary shard: compute the loss inside the forward of the "
+    'module that owns it. For tokens that are spread over the ranks pass hidden_layout="sharded"'
+)
+_DATA = ("the number of tokens", "the targets (compared by checksum)")
+
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,19 +83,22 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
 def check_weight(weight: Tensor, hidden_size: int) -> None:
     """
     Raises:
-        ValueError: not `[rows, H]`; a weight as FSDP and ZeRO-3 leave it is named as such.
+        ValueError: not `[rows, H]`, or freed; a weight as FSDP and ZeRO-3 leave it is named as such.
     """
+    if weight.numel() > 0 and weight.untyped_storage().nbytes() == 0:
+        raise ValueError(f"weight {tuple(weight.shape)} has no memory: FSDP has freed it; {_REMEDY}")
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
 
 def _left_by(weight: Tensor) -> str:
     """The framework that leaves such a weight outside of the module that owns it, and the remedy."""
-    remedy = "compute the loss inside the forward of the module that owns it, as VocabParallelHead does"
     if hasattr(weight, "ds_id") or hasattr(weight, "ds_shape"):
-        return f": DeepSpeed ZeRO-3 has partitioned it; {remedy}, or gather it around forward and backward"
+        return f": DeepSpeed ZeRO-3 has partitioned it; {_REMEDY}, or gather it around forward and backward"
+    if getattr(weight, "_fsdp_flattened", False):  # FSDP1 marks the original parameters
+        return f": FSDP1 has flattened and sharded it; {_REMEDY}"
     if weight.dim() == 1 or weight.numel() == 0:
-        return f": a flat or empty weight is what FSDP and DeepSpeed ZeRO-3 leave behind; {remedy}"
+        return f": a flat or empty weight is what FSDP and DeepSpeed ZeRO-3 leave behind; {_REMEDY}"
     return ""
 
 
@@ -145,8 +156,8 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
 def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     """
     Raises:
-        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or not finite and
-            positive as far as the host knows.
+        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or one of 16 bits,
+            or not finite and positive as far as the host knows.
     """
     if isinstance(value, DTensor):
         raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
@@ -155,6 +166,12 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
             raise ValueError(
                 f"normalizer must be a number or a real 0-d tensor without grad, got shape {tuple(value.shape)}"
                 f"{' with grad' if value.requires_grad else ''}"
+            )
+        if value.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"normalizer must not be a {value.dtype} tensor, which cannot count tokens: a mixed-precision wrapper "
+                "casts the floating-point arguments of a module's forward; pass an int64 tensor (as count_valid_tokens "
+                "gives it) or a Python number"
             )
         if value.device.type not in (device.type, "cpu"):
             raise ValueError(f"normalizer must be on {device} or the CPU, got {value.device}")
@@ -240,7 +257,8 @@ def _disagreement(summaries: list[Summary]) -> str | None:
         values = [s.equal.get(key) for s in summaries]
         if any(value != values[0] for value in values):
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            return f"the ranks of the group must agree about {key}, got {each}"
+            hint = f": {_OTHER_DATA}" if key in _DATA else ""
+            return f"the ranks of the group must agree about {key}, got {each}{hint}"
     wrong = partition_error([s.shard for s in summaries])
     if wrong is not None:
         return f"the shards of the group must hold each id once: {wrong}"
@@ -248,9 +266,8 @@ def _disagreement(summaries: list[Summary]) -> str | None:
         for rank, other in enumerate(summaries):
             if not _close(first.sketches[name], other.sketches[name]):
                 return (
-                    f"all ranks of the group must have the same {name}, but rank {rank} has another than rank 0: do "
-                    "the ranks see different batches (data parallel), or is the group not the tensor-parallel one? For "
-                    'tokens that are spread over the ranks pass hidden_layout="sharded"'
+                    f"all ranks of the group must have the same {name}, but rank {rank} has another than rank 0: "
+                    + _OTHER_DATA
                 )
     return None
 

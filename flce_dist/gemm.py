@@ -53,9 +53,9 @@ _COMMON_ROWS = 4096
 
 def common_row(weight: Tensor) -> Tensor:
     """A vector `[H]` that a trained head's rows have in common: their mean, estimated from some thousand of them."""
-    return weight[:: max(1, weight.shape[0] // _COMMON_ROWS)].mean(
-        0, dtype=torch.promote_types(weight.dtype, torch.float32)
-    )
+    rows = weight[:: max(1, weight.shape[0] // _COMMON_ROWS)]
+    # Not `mean`, whose temporaries are twice the rows in float32.
+    return torch.mv(rows.t(), rows.new_full((rows.shape[0],), 1 / max(1, rows.shape[0])))
 
 
 def hidden_grad_into(

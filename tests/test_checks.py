@@ -52,6 +52,7 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"token_weight": torch.ones(6, requires_grad=True)}, REFUSED, ["token_weight"]),
         ({"class_weight": torch.ones(21, requires_grad=True)}, REFUSED, ["class_weight"]),
         ({"normalizer": torch.tensor(3.0, requires_grad=True)}, REFUSED, ["normalizer"]),
+        ({"normalizer": torch.tensor(3.0, dtype=torch.bfloat16)}, ValueError, ["normalizer", "bfloat16", "int64"]),
         # devices
         ({"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
         ({"target": T.to("meta")}, ValueError, ["cpu", "meta"]),

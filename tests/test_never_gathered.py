@@ -31,6 +31,7 @@ CELLS = [
     Cell("fsdp2", 4, replicas=2, accumulation=3, max_norm=CLIP),
     Cell("fsdp2", 4, replicas=4, accumulation=2, no_sync=False, clip="ours"),
     Cell("fsdp2", 2, clip="ours", max_norm=CLIP),
+    Cell("fsdp2 on all ranks", 4, replicas=2, accumulation=2, clip="ours", max_norm=CLIP),
     Cell("fsdp2", 1, max_norm=CLIP),
     Cell("fsdp1", 2, clip="ours"),
     Cell("fsdp1", 4, replicas=2, accumulation=2, clip="ours", max_norm=CLIP),

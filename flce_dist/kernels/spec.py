@@ -13,11 +13,12 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
 
 `row_stats`, `combine` and `row_stats_grad_` write `stats`, which may be columns of a wider tensor; the latter is
 `row_stats` and `row_grad_` in one, for a single rank. `target` holds columns of this rank (int64; outside `[0, L)` when
-the target is another rank's or ignored). `logits` comes from `plan.logits_buffer` and is overwritten by its gradient:
-`grad` is the same storage, seen in the dtype of the GEMM operands. Where that is narrower and `residual` is given, it
-gets each row's sum of what rounding added. Statistics are float32, and float64 for float64
-logits. `loss_sum` also says whether each valid row's target is on exactly one rank. `scale_` multiplies contiguous
-gradients, each given with a host number, by that number and a 0-d tensor that the host does not read.
+the target is another rank's or ignored). `logits` comes from `plan.logits_buffer`; `row_stats` may change it in ways
+that `row_grad_` does not depend on, and that one overwrites it with its gradient: `grad` is the same storage, seen in
+the dtype of the GEMM operands. Where that is narrower and `residual` is given, it gets each row's sum of what rounding
+added. Statistics are float32, and float64 for float64 logits. `loss_sum` also says whether each valid row's target is
+on exactly one rank. `scale_` multiplies contiguous gradients, each given with a host number, by that number and a 0-d
+tensor that the host does not read.
 """
 
 from __future__ import annotations

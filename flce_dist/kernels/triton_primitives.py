@@ -47,11 +47,30 @@ def exp_of_target(m, at_target, owned):
 
 
 @triton.jit
-def load_tile(row, columns, num_columns, padded, SOFTCAP: tl.constexpr, ACC: tl.constexpr, EVICT: tl.constexpr):
-    z = tl.load(row + columns, mask=columns < padded, other=0.0, eviction_policy=EVICT).to(ACC)
+def mark_row(row, target, owned, num_columns, padded):
+    """Writes -inf where a row's tiles should not look: behind its columns, and at its target.
+
+    Instead of two comparisons an element in each pass, which cost as much as the memory traffic when the GPU lowers its
+    clock under the GEMMs.
+    """
+    behind = padded - ALIGN + tl.arange(0, ALIGN)
+    tl.debug_barrier()  # the target's logit has been read by every thread
+    tl.store(row + behind, float("-inf"), mask=behind >= num_columns)
+    tl.store(row + target, float("-inf"), mask=owned)
+    tl.debug_barrier()
+
+
+@triton.jit
+def load_tile(
+    row, columns, num_columns, padded, SOFTCAP: tl.constexpr, MARKED: tl.constexpr, ACC: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    z = tl.load(row + columns, mask=columns < padded, other=float("-inf"), eviction_policy=EVICT).to(ACC)
     if SOFTCAP is not None:
         z = SOFTCAP * tanh(z / SOFTCAP)
-    return tl.where(columns < num_columns, z, float("-inf"))
+    if not MARKED:
+        z = tl.where(columns < num_columns, z, float("-inf"))
+    return z
 
 
 @triton.jit
@@ -66,6 +85,8 @@ def scan_row(
     A tile is folded into lanes of one wide load each, which stay in a thread: the threads meet once a row, not once a
     tile. The lanes are then combined as ranks are (`_combine_kernel`).
     """
+    # These features look at the target's column too, or at what -inf would become.
+    MARKED: tl.constexpr = SOFTCAP is None and WEIGHTED < 0 and ARGMAX < 0
     WIDTH: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = BLOCK // WIDTH
     m = tl.full((LANES,), float("-inf"), ACC)
@@ -75,13 +96,19 @@ def scan_row(
     entropy = tl.zeros((LANES,), ACC)
     best = tl.full((LANES,), NO_ID, tl.int32)
     padded = tl.cdiv(num_columns, ALIGN) * ALIGN
+    owned = (target >= 0) & (target < num_columns)
+    at_target = tl.load(row + target, mask=owned, other=0.0).to(ACC)
+    if SOFTCAP is not None:
+        at_target = SOFTCAP * tanh(at_target / SOFTCAP)
+    if MARKED:
+        mark_row(row, target, owned, num_columns, padded)
     if WEIGHTED >= 0:
         # Sums of z itself would lose the digits that logits have below a large common offset.
-        reference = tl.max(load_tile(row, tl.arange(0, 16), num_columns, padded, SOFTCAP, ACC, "evict_last"), 0)
+        reference = tl.max(load_tile(row, tl.arange(0, 16), num_columns, padded, SOFTCAP, MARKED, ACC, "evict_last"), 0)
         reference = tl.where(reference == float("-inf"), 0.0, reference)
     for start in range(0, padded, BLOCK):
         columns = start + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        z = load_tile(row, columns, num_columns, padded, SOFTCAP, ACC, "evict_last")
+        z = load_tile(row, columns, num_columns, padded, SOFTCAP, MARKED, ACC, "evict_last")
         lane_max = tl.max(z, 1)
         if ARGMAX >= 0:
             lane_best = tl.min(tl.where((z == lane_max[:, None]) & (columns < num_columns), columns, NO_ID), 1)
@@ -91,7 +118,9 @@ def scan_row(
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
         rescale = tl.where(m == float("-inf"), 0.0, m - shift)
         shifted = z - shift[:, None]
-        e = tl.where(columns == target, 0.0, tl.exp(shifted))
+        e = tl.exp(shifted)
+        if not MARKED:
+            e = tl.where(columns == target, 0.0, e)
         if ENTROPY >= 0:
             entropy = (entropy + rescale * s) * tl.exp(rescale) + tl.sum(tl.where(e > 0.0, shifted * e, 0.0), 1)
         if WEIGHTED >= 0:
@@ -104,15 +133,11 @@ def scan_row(
         s = s * tl.exp(rescale) + tl.sum(e, 1)
         m = new_m
 
-    row_m = tl.max(m, 0)
+    row_m = tl.maximum(tl.max(m, 0), tl.where(owned, at_target, float("-inf")))
     # Equal maxima differ by 0 even when both are -inf.
     shift = tl.where(m == row_m, 0.0, m - row_m)
     row_others = tl.sum(s * tl.exp(shift), 0)
     row_weight = tl.sum(weight_sum, 0)
-    owned = (target >= 0) & (target < num_columns)
-    at_target = tl.load(row + target, mask=owned, other=0.0).to(ACC)
-    if SOFTCAP is not None:
-        at_target = SOFTCAP * tanh(at_target / SOFTCAP)
     tl.store(out + MAX_ROW * out_stride, row_m)
     tl.store(out + OTHERS_ROW * out_stride, row_others)
     tl.store(out + TARGET_ROW * out_stride, at_target)
@@ -138,6 +163,7 @@ def grad_row(
 ):  # fmt: skip
     """Writes the gradient of row `i`; `uniform_weights` and `square_weights` point to all rows' coefficients, or are
     None, and so does `residual` to the sums of what rounding added."""
+    MARKED: tl.constexpr = SOFTCAP is None and uniform_weights is None
     target_exp = exp_of_target(m, at_target, owned)
     s = others + target_exp
     b = target_weight
@@ -160,15 +186,19 @@ def grad_row(
     a = a / s
     padded = tl.cdiv(num_columns, ALIGN) * ALIGN
     added = tl.zeros((BLOCK,), ACC)
+    here = (target >= 0) & (target < num_columns)
+    if MARKED and residual is not None:
+        mark_row(row, target, here, num_columns, padded)  # again: the logits may be others than those of the statistics
     if active:
         last = (padded - 1) // BLOCK * BLOCK
         for offset in range(0, padded, BLOCK):
             # Backwards, from what the cache still holds; but narrower gradients overwrite the logits of columns before.
             start = last - offset if IN_PLACE else offset
             columns = start + tl.arange(0, BLOCK)
-            z = load_tile(row, columns, num_columns, padded, SOFTCAP, ACC, "evict_first")
+            z = load_tile(row, columns, num_columns, padded, SOFTCAP, MARKED, ACC, "evict_first")
             g = a * tl.exp(z - m)
-            g = tl.where(columns == target, of_target, g)
+            if not MARKED:
+                g = tl.where(columns == target, of_target, g)
             if uniform_weights is not None:
                 u = uniform_weight
                 if TOKEN_SCALING:
@@ -179,7 +209,8 @@ def grad_row(
                     g -= u * tl.load(column_weight + columns, mask=columns < num_columns, other=0.0).to(ACC)
             if SOFTCAP is not None:
                 g *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
-            g = tl.where(columns < num_columns, g, 0.0)
+            if not MARKED:
+                g = tl.where(columns < num_columns, g, 0.0)
             if not IN_PLACE:
                 # A narrower gradient lies over logits of this tile that other threads may not have read yet.
                 tl.debug_barrier()
@@ -193,5 +224,11 @@ def grad_row(
         for start in range(0, padded, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             tl.store(grad + columns, tl.zeros((BLOCK,), grad.dtype.element_ty), mask=columns < padded)
+    added_to_row = tl.sum(added, 0)
+    if MARKED and active:
+        rounded_target = of_target.to(grad.dtype.element_ty)
+        tl.debug_barrier()  # its tile has been written
+        tl.store(grad + target, rounded_target, mask=here)
+        added_to_row += tl.where(here, rounded_target.to(ACC) - of_target, 0.0)
     if residual is not None:
-        tl.store(residual + i, tl.sum(added, 0))
+        tl.store(residual + i, added_to_row)

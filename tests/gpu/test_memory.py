@@ -93,29 +93,38 @@ def test_b42_no_block_of_all_logits(device: torch.device, weight: torch.Tensor) 
     assert len(logits) <= 2, "the chunk's logits and the weight gradient are the only large blocks"
 
 
-def test_b42_reserved_memory_does_not_creep(device: torch.device) -> None:
-    """200 steps of random length: reserved at most 1.2 times the allocated peak, and no growth in the second half.
+@pytest.mark.parametrize("allocator", ["default", "expandable_segments:True"])
+def test_b42_reserved_memory_does_not_creep(device: torch.device, allocator: str) -> None:
+    """200 steps of random length. With expandable segments reserved is at most 1.2 times the allocated peak, and does
+    not grow in the second half. The default allocator may cut the caller's next hidden states from the block that held
+    the logits, and so keeps up to one block of the budget more, from whichever step this happens in.
 
     In a process of its own: tensors that a failed test keeps alive would pin blocks of the allocator.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
-        allocated, halfway, reserved = process.submit(_steps_of_random_length, device).result(timeout=120)
-    assert reserved <= 1.2 * allocated, f"{reserved / 2**20:.0f} MiB reserved, {allocated / 2**20:.0f} MiB allocated"
-    assert reserved <= 1.02 * halfway, f"{halfway / 2**20:.0f} MiB after 100 steps, {reserved / 2**20:.0f} after 200"
+        allocated, halfway, reserved = process.submit(_steps_of_random_length, device, allocator).result(timeout=120)
+    if allocator == "default":
+        most, late = allocated + BUDGET, halfway + BUDGET
+    else:
+        most, late = 1.2 * allocated, 1.02 * halfway
+    assert reserved <= most, f"{reserved / 2**20:.0f} MiB reserved, {allocated / 2**20:.0f} MiB allocated"
+    assert reserved <= late, f"{halfway / 2**20:.0f} MiB after 100 steps, {reserved / 2**20:.0f} after 200"
 
 
-def _steps_of_random_length(device: torch.device) -> tuple[int, int, int]:
+def _steps_of_random_length(device: torch.device, allocator: str) -> tuple[int, int, int]:
     """Peak allocated; peak reserved after 100 and after 200 steps."""
+    if allocator != "default":
+        torch.cuda.memory._set_allocator_settings(allocator)
     generator = random.Random(0)
+    # The GEMM library's workspace exists before any head is called in a model.
+    torch.mm(*torch.ones(2, 64, 64, device=device, dtype=torch.bfloat16))
     weight = torch.randn(VOCAB, WIDTH, device=device, dtype=torch.bfloat16).requires_grad_()
     halfway = 0
     for i in range(200):
         hidden, target = make(generator.randint(1000, 8192), device)
         step(hidden, weight, target)
-        # As the activations of a training step are freed before the next forward. A caller that keeps the old ones
-        # until the new ones exist pins the block in which the next step's logits would lie, whatever the loss is.
-        del hidden, target
+        del hidden, target  # as the activations of a training step are freed before the next forward
         if i == 99:
             halfway = torch.cuda.max_memory_reserved()
     return torch.cuda.max_memory_allocated(), halfway, torch.cuda.max_memory_reserved()

@@ -128,6 +128,7 @@ def test_statistics_and_gradient(device: torch.device, dtype: torch.dtype, name:
     for columns in COLUMNS:
         rows = make_rows(columns, dtype, spec, device)
         reference = wide(rows)
+        alone, together = (replace(rows, logits=_copy(rows.logits)) for _ in range(2))
         first = 12345
         stats = fresh.row_stats(triton_rows, rows.logits, rows.target, spec, rows.column_weight, first)
         expected = fresh.row_stats(torch_rows, reference.logits, rows.target, spec, reference.column_weight, first)
@@ -135,15 +136,14 @@ def test_statistics_and_gradient(device: torch.device, dtype: torch.dtype, name:
         if spec.argmax:
             assert_argmax(stats, rows, spec, first)
 
-        separate, together = (replace(rows, logits=_copy(rows.logits)) for _ in range(2))
-        triton_rows.row_grad_(
-            separate.logits, separate.logits, rows.target, stats, rows.weights, spec, rows.column_weight
-        )
         torch_rows.row_grad_(
             reference.logits, reference.logits, rows.target, expected, reference.weights, spec,
             reference.column_weight,
         )  # fmt: skip
-        assert_grad(separate.logits, reference.logits, rows.weights, dtype)
+        # After row_stats, which may have changed the logits, and on logits that it has not seen.
+        for logits in (rows.logits, alone.logits):
+            triton_rows.row_grad_(logits, logits, rows.target, stats, rows.weights, spec, rows.column_weight)
+            assert_grad(logits, reference.logits, rows.weights, dtype)
         fused = fresh.row_stats_grad_(
             triton_rows, together.logits, together.logits, rows.target, rows.weights, spec, rows.column_weight
         )

@@ -93,7 +93,9 @@ class Cell:
 def wrap(cell: Cell, model: Model, group: Any, mesh: DeviceMesh) -> nn.Module:
     head = model.lm_head
     narrow = torch.bfloat16 if cell.bf16 else None
-    if cell.wrapper == "fsdp2":
+    if cell.wrapper.startswith("fsdp2"):
+        if cell.wrapper == "fsdp2 on all ranks":  # beside a head with replicas
+            mesh = mesh._flatten()
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=None if narrow is None else torch.float32)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -148,11 +150,12 @@ def train(ctx: Context, cell: Cell) -> dict[str, Any]:
     for step in range(STEPS):
         batches = [batch(step, micro, ctx.rank) for micro in range(cell.accumulation)]
         targets = torch.cat([target.flatten() for _, target in batches])
-        count = count_valid_tokens(targets, group=ctx.group) / cell.replicas
+        count = count_valid_tokens(targets, group=ctx.group)  # an integer, or mixed precision would cast it
+        normalizer = count if cell.replicas == 1 else count.item() / cell.replicas
         total = 0.0
         for number, (ids, target) in enumerate(batches, start=1):
             with synchronised(wrapped, head, number == cell.accumulation or not cell.no_sync):
-                loss = wrapped(ids, target, normalizer=count)
+                loss = wrapped(ids, target, normalizer=normalizer)
                 loss.backward()
             total += loss.item()
         losses.append(total)

@@ -29,7 +29,7 @@ JOB_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 # One group for each world size, and the subsets that the tests of process groups need. new_group is a collective of
 # all workers, so they are all made once at the start.
-RANK_SETS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 2), (1, 3), (2, 3), (1, 0))
+RANK_SETS = ((0,), (1,), (2,), (3,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 2), (1, 3), (2, 3), (1, 0))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""A head that FSDP2 gathers against one that is never gathered: time, peak and their ratio, in one run.
+
+    torchrun --standalone --nproc-per-node 2 launch/bench_fsdp_head.py --tokens 4096 --hidden 4096 --vocab 128256
+    torchrun --standalone --nproc-per-node 2 launch/bench_fsdp_head.py --device cpu
+
+One block of a body (H x 4H x H) under FSDP2, and the head after it. The variants take turns in one process; times are
+medians over the rounds of the slowest rank, ratios medians of the rounds' ratios. "held" is what parameters and
+optimizer state take on the fullest rank, "step" what a step takes beyond that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flce_dist import VocabParallelHead
+from flce_dist.integrations.never_gathered import shard_head
+from flce_dist.options import LossOptionsDict
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+VARIANTS = ("gathered", "gathered twice", "never gathered")  # twice: resharded between its forward and backward
+
+
+class Model(nn.Module):
+    def __init__(self, hidden_size: int, vocab_size: int, device: torch.device):
+        super().__init__()
+        self.arguments: dict[str, int] = {}
+        self.body = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size, device=device),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size, device=device),
+            nn.LayerNorm(hidden_size, device=device),
+        )
+        self.lm_head: nn.Module = nn.Linear(hidden_size, vocab_size, bias=False, device=device)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return self.lm_head(self.body(hidden), target, **self.arguments)
+
+
+class Variant:
+    """A model with fp32 parameters, and AdamW, whose step is measured."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: torch.device):
+        self.name, self.device = name, device
+        self.times: list[float] = []
+        before = self.allocated()
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+        policy = MixedPrecisionPolicy(DTYPES[options.dtype], torch.float32, cast_forward_inputs=False)
+        torch.manual_seed(0)
+        model = Model(options.hidden, options.vocab, device)
+        loss: LossOptionsDict = {"logits_budget": options.budget, "check_ranks": "first"}
+        ignored: set[nn.Parameter] = set()
+        if name == "never gathered":
+            model.arguments["max_tokens"] = options.tokens  # spares waiting for the device in each step
+            ignored = set(shard_head(model, "lm_head", mesh, **loss).parameters())
+        else:
+            assert isinstance(model.lm_head, nn.Linear)
+            model.lm_head = VocabParallelHead.from_linear(model.lm_head, **loss)
+            fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "gathered twice")
+        fully_shard(model.body, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        shape = (options.tokens, options.hidden)
+        self.hidden = torch.randn(shape, device=device, dtype=DTYPES[options.dtype], generator=generator)
+        self.target = torch.randint(options.vocab, shape[:1], device=device, generator=generator)
+        self.step()
+        self.held = self.allocated() - before  # parameters and optimizer state, after the first step has made it
+        self.peak = 0
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
+    def step(self) -> None:
+        self.model(self.hidden, self.target).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def measure(self, seconds: float) -> None:
+        """A round: one step for the peak, then as many as all ranks agree to fit into `seconds`."""
+        start = self.allocated()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        once = self.timed(1)
+        if self.device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - start)
+        self.times.append(self.timed(max(1, int(seconds / once))))
+
+    def timed(self, steps: int) -> float:
+        """Seconds of a step, of the slowest rank."""
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.synchronize()
+        return largest((time.perf_counter() - begin) / steps, self.device)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def largest(value: float, device: torch.device) -> float:
+    tensor = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch.device) -> None:
+    say(f"{'head':<16} {'ms':>9} {'/gathered':>10} {'held MiB':>9} {'step MiB':>9}")
+    first = variants[0].times
+    for variant in variants:
+        ratio = statistics.median(time / other for time, other in zip(variant.times, first, strict=True))
+        memory = [largest(value, device) / 2**20 for value in (variant.held, variant.peak)]
+        shown = [f"{value:9.0f}" if device.type == "cuda" else f"{'-':>9}" for value in memory]
+        say(f"{variant.name:<16} {1e3 * statistics.median(variant.times):9.2f} {ratio:10.3f} {' '.join(shown)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64, help="of each rank")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=1001)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation and the gathers")
+    parser.add_argument("--budget", default="512MiB", help="the loss's logits_budget")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-seconds", type=float, default=0.5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    ranks = dist.get_world_size()
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    say(f"{ranks} x {name}, torch {torch.__version__}, {options.dtype}")
+    say(
+        f"{options.tokens:,} tokens a rank, H {options.hidden:,}, V {options.vocab:,}: hidden states of "
+        f"{ranks * options.tokens:,} tokens travel instead of {options.vocab:,} rows of the weight "
+        f"({ranks * options.tokens / options.vocab:.2f} of them)"
+    )
+    variants = [Variant(name, options, device) for name in VARIANTS]
+    for number in range(options.rounds):
+        turn = number % len(variants)
+        for variant in variants[turn:] + variants[:turn]:
+            variant.measure(options.round_seconds)
+    table(variants, say, device)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main()
+        dist.barrier()
+    except Exception:
+        traceback.print_exc()
+        exit_code = 1
+    sys.stdout.flush()
+    os._exit(exit_code)  # tearing gloo down may hang
