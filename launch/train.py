@@ -163,10 +163,13 @@ def describe(setup: Setup, ranks: Ranks) -> str:
     config, info = setup.config, setup.tokens.info
     parameters = sum(parameter.numel() for parameter in setup.model.parameters())
     loss = config.loss if isinstance(config.loss, str) else config.loss["type"]
+    share = info["learned"] / len(setup.tokens.train)
+    learned = f", {share:.0%} of them learned" if config.data.messages_field else ""
     start = f", from {setup.resume_from}" if setup.resume_from else ""
     return (
         f"{parameters / 1e6:.1f} M parameters, vocabulary {setup.tokens.vocab_size:,}; "
-        f"{info['documents']:,} documents, {info['bytes'] / 1e6:.1f} MB, {len(setup.tokens.train):,} training tokens; "
+        f"{info['documents']:,} documents, {info['bytes'] / 1e6:.1f} MB, {len(setup.tokens.train):,} training tokens"
+        f"{learned}; "
         f"{ranks.size} x {setup.device.type}, {config.parallel.mode} parallel, loss {loss}{start}"
     )
 

@@ -111,7 +111,7 @@ class DeepSpeed(DataParallel):
         return self.ranks.size // self.tensor_ranks
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The engine, as a module that is called as the model is."""
+        """The engine in the place of the causal LM, called as that is."""
         from flce_dist.integrations.deepspeed import initialize
 
         assert isinstance(model, LanguageModel)
@@ -123,7 +123,7 @@ class DeepSpeed(DataParallel):
             self.engine = deepspeed.initialize(model=causal_lm, optimizer=optimizer, config=self.values)[0]
         else:
             self.engine = initialize(model=causal_lm, optimizer=optimizer, config=self.values)[0]
-        return EngineModel(self.engine)
+        return LanguageModel(self.engine)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """What holds the learning rates: the engine's optimizer."""
@@ -150,20 +150,6 @@ class DeepSpeed(DataParallel):
 
     def make_checkpoints(self, folder: Path) -> Checkpoints:
         return EngineCheckpoints(folder, self.config.checkpoint.keep, self.ranks, self.engine)
-
-
-class EngineModel(nn.Module):
-    """Called as `LanguageModel` is, but through the engine: `engine(input_ids, labels=...)`."""
-
-    def __init__(self, engine: Any):
-        super().__init__()
-        self.engine = engine
-
-    def forward(self, input_ids: Tensor, targets: Tensor, normalizer: Tensor | float) -> Tensor:
-        """As `LanguageModel.forward`. The targets are next tokens already, so they are not to be shifted again."""
-        return self.engine(
-            input_ids=input_ids, labels=targets, shift_labels=targets, num_items_in_batch=normalizer, use_cache=False
-        ).loss
 
 
 class EngineCheckpoints(Checkpoints):
