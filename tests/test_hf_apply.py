@@ -78,7 +78,7 @@ def test_positional_labels_and_tuples() -> None:
     apply(model)
     outputs = model(TEXT, labels=LABELS, return_dict=False)
     torch.testing.assert_close(outputs[0], expected)
-    assert "not made" in repr(outputs[1])
+    assert "no logits were made" in repr(outputs[1])
 
 
 def test_logits_are_made_on_demand_only() -> None:
@@ -96,7 +96,7 @@ def test_logits_are_made_on_demand_only() -> None:
     handle.remove()
     apply(model, eval_logits=True)
     assert torch.equal(model.eval()(input_ids=TEXT, labels=LABELS).logits, stock.logits)
-    assert "not made" in repr(model.train()(input_ids=TEXT, labels=LABELS).logits)
+    assert "no logits were made" in repr(model.train()(input_ids=TEXT, labels=LABELS).logits)
 
 
 def test_further_outputs_are_left_in_the_handle() -> None:
