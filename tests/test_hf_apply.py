@@ -78,7 +78,7 @@ def test_positional_labels_and_tuples() -> None:
     apply(model)
     outputs = model(TEXT, labels=LABELS, return_dict=False)
     torch.testing.assert_close(outputs[0], expected)
-    assert "not made" in repr(outputs[1])
+    assert "no logits were made" in repr(outputs[1])
 
 
 def test_logits_are_made_on_demand_only() -> None:
@@ -96,7 +96,7 @@ def test_logits_are_made_on_demand_only() -> None:
     handle.remove()
     apply(model, eval_logits=True)
     assert torch.equal(model.eval()(input_ids=TEXT, labels=LABELS).logits, stock.logits)
-    assert "not made" in repr(model.train()(input_ids=TEXT, labels=LABELS).logits)
+    assert "no logits were made" in repr(model.train()(input_ids=TEXT, labels=LABELS).logits)
 
 
 def test_further_outputs_are_left_in_the_handle() -> None:
@@ -254,6 +254,25 @@ def test_a_group_shares_the_vocabulary(world: int, kind: str, workers: Pool) -> 
     expected = loss_and_grads(tiny(name, **config, tie_word_embeddings=False))
     for result in workers.run(world, _sharded, name, {**config, "tie_word_embeddings": False}):
         assert_same(result, expected)
+
+
+def _accuracy(ctx: Context) -> Any:
+    model = tiny(vocab_size=100)
+    with torch.no_grad():
+        model.lm_head.weight[50:] = model.lm_head.weight[:50]  # each arg-max is a tie between two shards
+    ids = TEXT % 100
+    expected = model(ids).logits.argmax(-1) % 50
+    handle = apply(model, ctx.group, aux=("accuracy", "predictions"))
+    model(input_ids=ids, shift_labels=torch.where(ids % 2 == 0, expected, -100))
+    assert handle.output is not None
+    return handle.output.accuracy, handle.output.predictions, expected
+
+
+def test_token_accuracy_is_over_the_global_vocabulary(workers: Pool) -> None:
+    """Field report B37: ties go to the lowest id; ignored tokens are left out."""
+    for accuracy, predictions, expected in workers.run(2, _accuracy):
+        assert torch.equal(predictions, expected)
+        assert accuracy == 1.0
 
 
 def _tied(ctx: Context) -> None:

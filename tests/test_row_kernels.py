@@ -303,3 +303,45 @@ def _widths(_: Context, columns: int) -> list[Tensor]:
 def test_a_narrower_gradient_over_wider_logits(columns: int, workers: Pool) -> None:
     wide, narrow = workers.run(1, _widths, columns)[0]
     assert torch.equal(narrow, wide.bfloat16().float())
+
+
+def _residuals(_: Context, columns: int, smoothing: bool) -> list[Tensor]:
+    """Of each way to a narrow gradient: its sum of roundings, and what that should be."""
+    from flce_dist.kernels import torch_rows, triton_rows
+    from flce_dist.kernels.spec import RowSpec, RowWeights
+    from flce_dist.plan import logits_buffer
+
+    spec = RowSpec(uniform=smoothing)
+    target = torch.tensor([columns - 1, 0, -1, columns + 3])
+    coefficient = torch.tensor([0.25, 0.0, 0.5, 1.0])
+    weights = RowWeights(coefficient, coefficient * 0.1 if smoothing else None, None)
+
+    def make() -> Tensor:
+        logits = logits_buffer(4, columns, torch.float32, torch.device("cpu"))
+        torch.as_strided(logits, (4, logits.stride(0)), logits.stride()).fill_(torch.nan)
+        return logits.copy_(torch.randn(4, columns, generator=torch.Generator().manual_seed(columns)) * 3)
+
+    exact = make()
+    stats = fresh.row_stats_grad_(torch_rows, exact, exact, target, weights, spec)
+    results = []
+    for rows in (torch_rows, triton_rows):
+        for way in ("grad alone", "stats first", "fused"):
+            logits = make()
+            grad = logits.view(torch.float16)[:, :columns]
+            residual = torch.full((4,), torch.nan)
+            if way == "fused":
+                fresh.row_stats_grad_(rows, logits, grad, target, weights, spec, None, residual)
+            else:
+                if way == "stats first":
+                    rows.row_stats(logits, target, stats.clone(), spec)
+                rows.row_grad_(logits, grad, target, stats, weights, spec, None, residual)
+            results.append(torch.stack([residual, (grad.double() - exact.double()).sum(1).float()]))
+    return results
+
+
+@pytest.mark.parametrize("columns", [1, 16, 33, 2100])
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_the_sum_of_what_rounding_added(columns: int, smoothing: bool, interpreted_workers: Pool) -> None:
+    for residual, expected in interpreted_workers.run(1, _residuals, columns, smoothing)[0]:
+        torch.testing.assert_close(residual, expected, rtol=1e-2, atol=5e-7)
+        assert columns < 33 or expected[0].abs() > 5e-6, "nothing was rounded"

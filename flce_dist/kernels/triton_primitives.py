@@ -186,6 +186,9 @@ def grad_row(
     a = a / s
     padded = tl.cdiv(num_columns, ALIGN) * ALIGN
     added = tl.zeros((BLOCK,), ACC)
+    here = (target >= 0) & (target < num_columns)
+    if MARKED and residual is not None:
+        mark_row(row, target, here, num_columns, padded)  # again: the logits may be others than those of the statistics
     if active:
         last = (padded - 1) // BLOCK * BLOCK
         for offset in range(0, padded, BLOCK):
@@ -214,10 +217,7 @@ def grad_row(
             rounded = g.to(grad.dtype.element_ty)
             tl.store(grad + columns, rounded, mask=columns < padded, eviction_policy="evict_first")
             if residual is not None:
-                counted = columns < num_columns
-                if MARKED:
-                    counted = counted & (columns != target)
-                added += tl.where(counted, rounded.to(ACC) - g, 0.0)
+                added += rounded.to(ACC) - g
             if not IN_PLACE:
                 tl.debug_barrier()
     else:
@@ -226,7 +226,6 @@ def grad_row(
             tl.store(grad + columns, tl.zeros((BLOCK,), grad.dtype.element_ty), mask=columns < padded)
     added_to_row = tl.sum(added, 0)
     if MARKED and active:
-        here = (target >= 0) & (target < num_columns)
         rounded_target = of_target.to(grad.dtype.element_ty)
         tl.debug_barrier()  # its tile has been written
         tl.store(grad + target, rounded_target, mask=here)

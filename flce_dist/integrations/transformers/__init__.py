@@ -1,7 +1,7 @@
 """Hugging Face `transformers`: causal LMs whose loss is computed in their head, without logits."""
 
-from .fused import FusedLoss
+from .fused import FusedLoss, UnsupportedForward
 from .install import apply
-from .replace import replace_head
+from .trainer import apply_to_trainer
 
-__all__ = ["FusedLoss", "apply", "replace_head"]
+__all__ = ["FusedLoss", "UnsupportedForward", "apply", "apply_to_trainer"]

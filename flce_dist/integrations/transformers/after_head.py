@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_MULTIPLIES_BY_LOGITS_SCALING = ("hyperclovax",)
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+_DIVIDES = "logits_scaling"
+_MULTIPLIES_BY_IT = ("hyperclovax",)
 _SCALES_BEFORE_THE_HEAD = ("minicpm3",)
-"""`logits_scaling` divides the logits, in all model types but these."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,23 @@ class AfterHead:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
-def declare(config: Any, options: MutableMapping[str, Any]) -> AfterHead:
-    """What `config` says, entered into the options `logit_scale` and `softcap` where these are not given."""
-    text = config.get_text_config(decoder=True)
+def declare(model: Any, options: MutableMapping[str, Any]) -> AfterHead:
+    """What the model's config says, entered into the options `logit_scale` and `softcap` where these are not given.
+
+    A field of the config counts when the model's forward mentions it: image-text models around a text model that has
+    one do not all apply it.
+    """
+    text = model.config.get_text_config(decoder=True)
+    mentioned = inspect.unwrap(type(model).forward).__code__.co_names
     scale = 1.0
     for name in _FACTORS:
         value = getattr(text, name, None)
-        if isinstance(value, int | float):
-            scale *= value
-    divisor = getattr(text, "logits_scaling", None)
-    if divisor is not None and text.model_type not in _SCALES_BEFORE_THE_HEAD:
-        multiplies = text.model_type.startswith(_MULTIPLIES_BY_LOGITS_SCALING)
-        scale = scale * divisor if multiplies else scale / divisor
-    softcap = next((value for value in (getattr(text, name, None) for name in _SOFTCAPS) if value), None)
+        if name not in mentioned or not isinstance(value, int | float) or text.model_type in _SCALES_BEFORE_THE_HEAD:
+            continue
+        divides = name == _DIVIDES and not text.model_type.startswith(_MULTIPLIES_BY_IT)
+        scale = scale / value if divides else scale * value
+    softcaps = [getattr(text, name, None) for name in _SOFTCAPS if name in mentioned]
+    softcap = next((value for value in softcaps if value), None)
     options.setdefault("logit_scale", scale)
     options.setdefault("softcap", softcap)
     return AfterHead(options["logit_scale"], options["softcap"])

@@ -17,7 +17,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,11 @@ from ...api import LossOutput
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
 
-if TYPE_CHECKING:
-    pass
-
 ATTRIBUTE = "_flce_fused_loss"
+
+
+class UnsupportedForward(RuntimeError):
+    """The model's forward did what a loss that is computed in its head cannot follow."""
 
 
 @dataclass
@@ -50,17 +51,18 @@ class _Call:
     delivered: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Head:
-    """A head, and the forward and hook it was given."""
+    """What a head keeps: the forward it had, and the hook it was given."""
 
+    shared: FusedLoss
     module: nn.Module
     plain_forward: Callable[..., Any]
     own_forward: bool
-    hook: int
+    hook: int = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class FusedLoss:
     """What `apply` returns; it is shared by the model and its heads."""
 
@@ -74,6 +76,9 @@ class FusedLoss:
     plain_forward: Callable[..., Any]
     own_forward: bool
     signature: inspect.Signature
+    """Of the class's forward."""
+    extra_name: str
+    """Of its **kwargs."""
     sharded_here: bool = False
     heads: list[Head] = field(default_factory=list)
     checked: set[bool] = field(default_factory=set)
@@ -81,6 +86,8 @@ class FusedLoss:
     call: _Call | None = None
     output: LossOutput | None = None
     """Of the last forward with labels: the loss, detached, and what `aux` asked for."""
+    target: Tensor | None = None
+    """Of the last forward with labels: the next token of each."""
 
     def remove(self) -> None:
         """Gives the model the forwards and the loss function it had. A head that `apply` sharded becomes a full
@@ -104,15 +111,20 @@ class FusedLoss:
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         for name, value in vars(self).items():
-            setattr(clone, name, value if name in ("signature", "output") else copy.deepcopy(value, memo))
+            setattr(clone, name, value if name in ("signature", "output", "target") else copy.deepcopy(value, memo))
         return clone
+
+
+def base_model(model: Any) -> Any:
+    """The model of transformers inside a `PeftModel`, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     shared: FusedLoss = getattr(self, ATTRIBUTE)
     bound = shared.signature.bind_partial(self, *args, **kwargs)
     given = bound.arguments
-    extra = given.get("kwargs", {})
+    extra = given.get(shared.extra_name, {})
     labels, shift_labels = given.get("labels"), given.get("shift_labels", extra.get("shift_labels"))
     if labels is None and shift_labels is None:
         return shared.plain_forward(*args, **kwargs)
@@ -130,14 +142,11 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
         keep=keep,
     )
-    for each in shared.heads:
-        hooks: Any = each.module._forward_hooks
-        hooks.move_to_end(each.hook)  # a framework may have added hooks of its own
     shared.call = call
     try:
         outputs = shared.plain_forward(*args, **kwargs)
     except Exception as error:
-        if call.returned is not None and not call.delivered:
+        if call.returned is not None and not call.delivered and not isinstance(error, UnsupportedForward):
             error.add_note(
                 f"flce_dist: raised by {type(self).__name__} after its head had computed the loss in the place of "
                 "logits: it does with its logits what this loss cannot follow"
@@ -146,26 +155,29 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         shared.call = None
     if not call.delivered:
-        raise RuntimeError(f"{type(self).__name__} did not call its loss_function, though it was given labels")
+        raise UnsupportedForward(
+            f"{type(self).__name__} did not call its loss_function, though it was given labels (TRL's SFTTrainer "
+            "computes a loss of its own: apply_to_trainer gives it this one)"
+        )
     assert call.output is not None
-    shared.output = call.output
+    shared.output, shared.target = call.output, call.target
     return with_logits(outputs, NO_LOGITS if call.logits is None else call.logits)
 
 
 def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    shared: FusedLoss = getattr(self, ATTRIBUTE)
-    plain = next(each.plain_forward for each in shared.heads if each.module is self)
+    mine: Head = getattr(self, ATTRIBUTE)
+    shared, plain = mine.shared, mine.plain_forward
     call = shared.call
     if call is None or args or kwargs:
         outputs = plain(hidden, *args, **kwargs)
         return outputs if args or kwargs else heads.full_logits(self, outputs)
     if call.output is not None:
-        raise RuntimeError(
+        raise UnsupportedForward(
             f"{type(shared.model).__name__} called its head twice in one forward (multi-token prediction?): which of "
             "the two the labels belong to is not known"
         )
     if hidden.shape[:-1] != call.target.shape:
-        raise RuntimeError(
+        raise UnsupportedForward(
             f"the head of {type(shared.model).__name__} was given hidden states {tuple(hidden.shape)} for labels "
             f"{tuple(call.target.shape)}: one for each token is needed"
         )
@@ -183,11 +195,13 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
         with torch.no_grad():
             kept = hidden[:, slice(-call.keep, None) if isinstance(call.keep, int) else call.keep]
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
+    hooks: Any = self._forward_hooks
+    hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
     return _WithValue.apply(loss, loss.detach().new_tensor(shared.after.probe))
 
 
 def keep_returned(module: nn.Module, args: Any, output: Any) -> None:
-    call = getattr(module, ATTRIBUTE).call
+    call = getattr(module, ATTRIBUTE).shared.call
     if call is not None:
         call.returned = output
 
@@ -210,18 +224,18 @@ def loss_function(
         ignore_index = shared.ignore_index if ignore_index is None else ignore_index
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if call.returned is None or call.output is None:
-        raise RuntimeError(f"{name} did not call its head, {type(shared.heads[0].module).__name__}, for its loss")
+        raise UnsupportedForward(f"{name} did not call its head, {type(shared.heads[0].module).__name__}, for its loss")
     if self.training not in shared.checked:
         _check_after_head(shared, call, logits)
         if labels is not call.labels and not (
             labels.shape == call.labels.shape and bool((labels == call.labels).all())
         ):
-            raise RuntimeError(f"{name} gave its loss function other labels than it was given")
+            raise UnsupportedForward(f"{name} gave its loss function other labels than it was given")
         shared.checked.add(self.training)
     if ignore_index not in (None, shared.ignore_index):
-        raise RuntimeError(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
+        raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
     if call.num_items is not None and num_items_in_batch is None:
-        raise RuntimeError(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
+        raise UnsupportedForward(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
     call.delivered = True
     return _WithValue.apply(call.returned, call.output.loss)
 
@@ -230,7 +244,7 @@ def _check_after_head(shared: FusedLoss, call: _Call, logits: Tensor) -> None:
     """Whether the model did with the head's output what was declared. Reads one number from the device.
 
     Raises:
-        RuntimeError: it did something else.
+        UnsupportedForward: it did something else.
     """
     name, after = type(shared.model).__name__, shared.after
     expected = after(after.probe)
@@ -239,7 +253,7 @@ def _check_after_head(shared: FusedLoss, call: _Call, logits: Tensor) -> None:
         return
     declared = f"logit_scale={after.scale:g}, softcap={after.softcap}"
     found = f"{after.probe:g} became {got:g}" if got is not None else f"the result has shape {tuple(logits.shape)}"
-    raise RuntimeError(
+    raise UnsupportedForward(
         f"{name} changes its logits after the head in another way than was declared ({declared}): {found}, expected "
         f"{expected:g}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * logits / softcap); "
         "what has not this form cannot be computed without logits"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...attach import attach_loss, detach_loss
 from ...head import VocabParallelHead
-from ...options import LossOptionsDict
-from ...shard import VocabShard
+from ...options import LossOptions, LossOptionsDict
+
+_FORMER = "_flce_former_options"
+_OPTIONS = frozenset(LossOptionsDict.__annotations__)
 
 
 def find_heads(model: Any) -> list[nn.Module]:
@@ -54,41 +57,44 @@ def tensor_parallel_group(model: Any, head: nn.Module) -> dist.ProcessGroup | No
     return model._mesh_manager.get_mesh("tp").get_group()
 
 
-def give_loss(
-    head: nn.Module,
-    group: dist.ProcessGroup | None,
-    *,
-    vocab_size: int | None,
-    vocab_shard: VocabShard | None,
-    hidden_layout: str,
-    hidden_grad_scale: float,
-    **options: Unpack[LossOptionsDict],
-) -> None:
-    """`attach_loss`, for a head that is known to be linear.
+def give_loss(head: nn.Module, group: dist.ProcessGroup | None, **arguments: Any) -> None:
+    """`attach_loss` for a head that is known to be linear; a `VocabParallelHead` has a loss of its own, and gets the
+    options.
 
     Raises:
         TypeError: it computes something else, or its weight is quantized.
     """
-    vouched = vocab_shard is not None  # a framework's own parallel linear layer, whose caller knows what it is
-    if type(head).forward is not nn.Linear.forward and not vouched:
+    if isinstance(head, VocabParallelHead):
+        options = {name: value for name, value in arguments.items() if name in _OPTIONS}
+        setattr(head, _FORMER, (head._options, head.raw_logits))
+        head._options = {**head._options, **options}  # type: ignore[typeddict-item]
+        head.options = LossOptions(**head._options)
+        head.raw_logits = True  # the model caps and scales them itself
+        return
+    # With vocab_shard it is a framework's own parallel layer, whose caller knows what it is.
+    if type(head).forward is not nn.Linear.forward and arguments["vocab_shard"] is None:
         raise TypeError(
             f"expected nn.Linear as output embedding, got {type(head).__name__}, whose forward computes something else"
         )
     weight: Any = head.weight
     if not weight.is_floating_point():
         raise TypeError(f"the head's weight is quantized ({weight.dtype}); keep the head in floating point")
-    attach_loss(
-        head,
-        group,
-        vocab_size=vocab_size,
-        vocab_shard=vocab_shard,
-        hidden_layout=hidden_layout,
-        hidden_grad_scale=hidden_grad_scale,
-        **options,
-    )
+    attach_loss(head, group, **arguments)
 
 
-def shard_head(model: Any, linear: nn.Module, group: dist.ProcessGroup, **arguments: Any) -> VocabParallelHead:
+def take_loss(head: nn.Module) -> None:
+    """Undoes `give_loss`."""
+    if not isinstance(head, VocabParallelHead):
+        detach_loss(head)
+        return
+    head._options, head.raw_logits = getattr(head, _FORMER)
+    head.options = LossOptions(**head._options)
+    delattr(head, _FORMER)
+
+
+def shard_head(
+    model: Any, linear: nn.Module, group: dist.ProcessGroup | DeviceMesh, **arguments: Any
+) -> VocabParallelHead:
     """Puts a `VocabParallelHead` with this rank's rows in the place of the full head.
 
     Raises:
@@ -101,7 +107,6 @@ def shard_head(model: Any, linear: nn.Module, group: dist.ProcessGroup, **argume
             "tie_word_embeddings to false, or do not shard the head"
         )
     head = VocabParallelHead.from_linear(linear, group, **arguments)  # type: ignore[arg-type]
-    head.raw_logits = True  # the model caps and scales them itself
     model.set_output_embeddings(head)
     return head
 
@@ -119,12 +124,6 @@ def unshard_head(model: Any, head: VocabParallelHead) -> None:
     if head.bias is not None:
         linear.bias = full(head.bias)
     model.set_output_embeddings(linear)
-
-
-def take_loss(head: nn.Module) -> None:
-    """Undoes `give_loss`."""
-    if not isinstance(head, VocabParallelHead):
-        detach_loss(head)
 
 
 def full_logits(head: nn.Module, logits: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
-from ...head import VocabParallelHead
 from ...options import LossOptions, LossOptionsDict
 from ...shard import VocabShard
 from . import after_head, heads
-from .fused import ATTRIBUTE, FusedLoss, Head, head_forward, keep_returned, loss_function, model_forward
+from .fused import ATTRIBUTE, FusedLoss, Head, base_model, head_forward, keep_returned, loss_function, model_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def apply(
     model: PreTrainedModel,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
     hidden_layout: str = "replicated",
-    hidden_grad_scale: float = 1.0,
+    hidden_grad_scale: float | None = None,
     aux: Sequence[str] = (),
     eval_logits: bool = False,
     **options: Unpack[LossOptionsDict],
@@ -42,11 +42,14 @@ def apply(
 
     Args:
         model: a causal LM, or an image-text model built on one, or a `PeftModel` around it.
-        group: ranks that share the vocabulary. A full head is then replaced by a `VocabParallelHead` with this rank's
-            rows; one that a framework has sharded is taken as it is (`vocab_size`, `vocab_shard`). A model that
-            transformers loaded with `tp_size` brings its own. None: not sharded.
-        vocab_size, vocab_shard, hidden_layout, hidden_grad_scale: as `linear_cross_entropy` takes them, for a head that
-            is sharded already.
+        group: ranks that share the vocabulary, as a process group or a 1-D device mesh. A full head is then replaced
+            by a `VocabParallelHead` with this rank's rows; one that a framework has sharded is taken as it is
+            (`vocab_size`, `vocab_shard`). A model that transformers loaded with `tp_size` brings its own. None: not
+            sharded.
+        vocab_size, vocab_shard: as `linear_cross_entropy` takes them, for a head that is sharded already.
+        hidden_layout: "sharded" when the ranks of `group` are data-parallel ranks, each with its own tokens.
+        hidden_grad_scale: as in `linear_cross_entropy`. None: 1, and with "sharded" the number of ranks, for a body
+            whose gradients are averaged over them (DDP, FSDP, ZeRO).
         aux: names of further outputs (the fields of `LossOutput`), left in the handle's `output` after each forward.
         eval_logits: in evaluation, compute the stock loss on stock logits, for metrics that need predictions.
         options: the fields of `LossOptions`. `logit_scale` and `softcap` say what the model does after its head; by
@@ -59,30 +62,34 @@ def apply(
         TypeError: the head is not linear, or has an adapter.
         ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
 
-    The model's forward raises RuntimeError when the logits are changed after the head in a way that was not declared,
-    when the head is called twice or not at all, and when what it was called with cannot be honoured.
+    The model's forward raises UnsupportedForward, a RuntimeError, when the logits are changed after the head in a way
+    that was not declared, when the head is called twice or not at all, and when what it was called with cannot be
+    honoured.
     """
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    base: Any = base_model(model)
     _check_model(base)
-    after = after_head.declare(base.config, options)  # type: ignore[arg-type]
+    after = after_head.declare(base, options)  # type: ignore[arg-type]
     checked = LossOptions(**options)
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
     found = heads.find_heads(base)
-    group = group if group is not None else heads.tensor_parallel_group(base, found[0])
-    where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
+    place = group if group is not None else heads.tensor_parallel_group(base, found[0])
+    group = place.get_group() if isinstance(place, DeviceMesh) else place
     size = collectives.world_size(group)
+    if hidden_grad_scale is None:
+        hidden_grad_scale = float(size) if hidden_layout == "sharded" else 1.0
+    where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
     sharded_here = size > 1 and vocab_size is None and vocab_shard is None and type(found[0]) is nn.Linear
     sharded_here = sharded_here and not isinstance(found[0].weight, DTensor)
     if sharded_here:
         if len(found) > 1:
             raise TypeError("a head that is trained beside an adapter (modules_to_save) cannot be sharded over a group")
-        assert group is not None
-        found = [heads.shard_head(base, found[0], group, **where)]
+        assert place is not None
+        found = [heads.shard_head(base, found[0], place, **where)]
     for head in found:
-        if not isinstance(head, VocabParallelHead):
-            heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
+        heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)
+    signature = inspect.signature(type(base).forward)
     shared = FusedLoss(
         model=base,
         after=after,
@@ -92,14 +99,16 @@ def apply(
         data_ranks=collectives.world_size(getattr(found[0], "group", group)) if layout == "sharded" else 1,
         plain_forward=base.forward,
         own_forward="forward" in vars(base),
-        signature=inspect.signature(type(base).forward),
+        signature=signature,
+        extra_name=next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""),
         sharded_here=sharded_here,
     )
     for head in found:
-        shared.heads.append(Head(head, head.forward, "forward" in vars(head), 0))
-        setattr(head, ATTRIBUTE, shared)
+        mine = Head(shared, head, head.forward, "forward" in vars(head))
+        mine.hook = head.register_forward_hook(keep_returned).id
         head.forward = types.MethodType(head_forward, head)
-        shared.heads[-1].hook = head.register_forward_hook(keep_returned).id
+        setattr(head, ATTRIBUTE, mine)
+        shared.heads.append(mine)
     setattr(base, ATTRIBUTE, shared)
     base.loss_function = types.MethodType(loss_function, base)
     base.forward = types.MethodType(wraps(type(base).forward)(model_forward), base)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+_WAY_OUT = (
+    "no logits were made, the loss was computed without them; ask for them with apply(model, eval_logits=True) in "
+    "evaluation or model(..., logits_to_keep=n), or call the model without labels"
+)
 
-class NoLogits:
-    """Stands in `outputs.logits` when logits were not made, and says so when they are used."""
+
+class _Named(type):
+    """Libraries that refuse an object name its type."""
+
+    def __repr__(cls) -> str:
+        return f"{cls.__name__}: {_WAY_OUT}"
+
+
+class NoLogits(metaclass=_Named):
+    """Says that there are no logits when they are used."""
 
     def __repr__(self) -> str:
-        return "<logits were not made: the loss was computed without them>"
+        return f"<{_WAY_OUT}>"
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"logits.{name}: no logits were made, the loss was computed without them. Ask for them with "
-            "apply(model, eval_logits=True) in evaluation, or model(..., logits_to_keep=n); or call the model without "
-            "labels"
-        )
+        raise AttributeError(f"logits.{name}: {_WAY_OUT}")
 
     def __getitem__(self, index: Any) -> Any:
         return self.__getattr__("__getitem__")

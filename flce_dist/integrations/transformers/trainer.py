@@ -1,0 +1,130 @@
+"""`apply_to_trainer`: the fused loss in a `Trainer`, whose settings are checked, and in TRL's `SFTTrainer`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+import torch.distributed as dist
+
+from ...options import LossOptionsDict
+from .fused import ATTRIBUTE, FusedLoss, base_model
+from .install import apply
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def apply_to_trainer(
+    trainer: Trainer,
+    group: dist.ProcessGroup | None = None,
+    *,
+    aux: Sequence[str] = (),
+    eval_logits: bool = False,
+    **options: Unpack[LossOptionsDict],
+) -> FusedLoss:
+    """`apply` to the trainer's model, once nothing that the trainer was told needs logits. Call it before `train`.
+
+    TRL's `SFTTrainer` computes a loss from the head's weight on its own; it gets this one instead, and its metrics.
+
+    Args:
+        trainer: with its model, wrapped by PEFT or not.
+        group, aux, eval_logits, options: as in `apply`.
+
+    Raises:
+        ValueError: a setting needs logits, or gives the loss to someone else; the message says what to do.
+    """
+    args: Any = trainer.args
+    own_loss = hasattr(args, "loss_type") and hasattr(args, "assistant_only_loss")  # TRL's SFTConfig
+    metrics = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
+    if metrics and not eval_logits and not own_loss:
+        raise ValueError(
+            "compute_metrics and preprocess_logits_for_metrics need logits in evaluation: pass eval_logits=True to "
+            'make them there, or read accuracy and the like from the handle\'s output (aux=("accuracy",))'
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor is computed by the Trainer from logits: set it to 0 and pass "
+            f"label_smoothing={args.label_smoothing_factor} here"
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError("compute_loss_func is given logits to compute the loss from: leave one of the two out")
+    if args.use_liger_kernel:
+        raise ValueError("use_liger_kernel replaces the model's forward and loss: set it to False")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"the Trainer would use nn.DataParallel over {args.n_gpu} GPUs, whose replicas share one forward: start "
+            "one process a GPU with torchrun or accelerate launch"
+        )
+    _keep_counts_exact(trainer)
+    if not own_loss:
+        return apply(trainer.model, group, aux=aux, eval_logits=eval_logits, **options)
+    return _apply_to_sft(trainer, group, aux, eval_logits, options)
+
+
+def _keep_counts_exact(trainer: Any) -> None:
+    """The Trainer divides its count of tokens and hands it to the model as a float, which FSDP2 would cast to 16 bits
+    with the model's other inputs. An integer it leaves alone."""
+    count = trainer._get_num_items_in_batch
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        number = count(*args, **kwargs)
+        return number.round().to(torch.int64) if isinstance(number, torch.Tensor) else number
+
+    trainer._get_num_items_in_batch = exact
+
+
+def _apply_to_sft(
+    trainer: Any, group: dist.ProcessGroup | None, aux: Sequence[str], eval_logits: bool, options: LossOptionsDict
+) -> FusedLoss:
+    """In the place of TRL's own fused head, which `SFTTrainer` calls by `model(..., fused_lm_head=True)`."""
+    if trainer.args.loss_type != "nll":
+        raise ValueError(
+            f'loss_type={trainer.args.loss_type!r} weights tokens in the trainer; "dft" is loss_type="nll" with '
+            "token_scaling=True passed here"
+        )
+    model = base_model(trainer.model)
+    # Per-token outputs are those of all tokens, which skip_ignored does not visit.
+    wanted = ("num_valid", "accuracy") if options.get("skip_ignored") else ("num_valid", "entropy", "predictions")
+    trl_forward = vars(model).pop("forward")
+    try:
+        handle = apply(
+            trainer.model, group, aux=tuple(dict.fromkeys([*aux, *wanted])), eval_logits=eval_logits, **options
+        )
+    except Exception:
+        model.forward = trl_forward
+        raise
+    fused_forward = model.forward
+
+    @wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        outputs = fused_forward(*args, **kwargs)
+        return _sft_output(getattr(self, ATTRIBUTE), outputs) if fused_lm_head else outputs
+
+    model.forward = types.MethodType(forward, model)
+    return handle
+
+
+def _sft_output(shared: FusedLoss, outputs: Any) -> Any:
+    """What `SFTTrainer` reads: sums over the tokens of these. `log_probs` is minus the mean loss at each valid token,
+    whose sum is right; `entropy` is nan with `skip_ignored`."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    result: Any = shared.output
+    target: Any = shared.target
+    mask = target != shared.ignore_index
+    loss, aux_loss = outputs.loss, getattr(outputs, "aux_loss", None)
+    if aux_loss is not None:  # the trainer adds it itself
+        loss = loss - shared.model.config.get_text_config().router_aux_loss_coef * aux_loss
+    per_token = result.predictions is not None
+    return FusedCausalLMOutput(
+        loss=outputs.loss,
+        log_probs=-loss * mask,
+        entropy=result.entropy * mask if per_token else torch.full_like(result.loss, torch.nan),
+        is_top1=(result.predictions == target) & mask if per_token else result.accuracy * result.num_valid,
+        label_mask=mask,
+        aux_loss=aux_loss,
+    )

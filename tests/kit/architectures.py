@@ -1,0 +1,276 @@
+"""Every causal LM architecture of the installed transformers: the loss of `apply` beside the stock one.
+
+    python -m tests.kit.architectures docs/architectures.md
+
+builds each from a tiny random config, compares the loss and the gradients of all parameters, and writes the table.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from flce_dist.integrations.transformers import apply
+
+TOLERANCE = 1e-5
+LARGEST = 20_000_000
+"""Parameters of a model that is still built."""
+VOCAB = 101
+
+# Sizes by the names that configs use, as patterns of the whole name.
+SIZES: list[tuple[str, int]] = [
+    (r"(.*_)?vocab_size(_per_layer_input)?", VOCAB),
+    (r"hidden_size|d_model|n_embd|dim|model_dim|embedding_size|embedding_dim|dim_model|word_embed_proj_dim", 32),
+    (r"embed_dim|emb_dim|width|hidden_size_global|projection_dim|out_hidden_size|hidden_dim", 32),
+    (r"(.*_)?intermediate_size|.*ffn_dim|n_inner|d_ff|dff|ffn_hidden_size|dim_ff|feed_forward_size", 48),
+    (r"num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|depth|num_blocks|vision_layers", 4),
+    (r"num_(attention_)?heads|n_heads?|(encoder_|decoder_)?attention_heads|num_encoder_attention_heads", 4),
+    (r"num_decoder_attention_heads", 4),
+    (r"num_key_value_heads|num_kv_heads|n_kv_heads|kv_n_heads", 2),
+    (r"head_dim|attention_head_dim|head_size|dim_head|global_head_dim|swa_head_dim|index_head_dim", 8),
+    (r"num_(local_)?experts|n_routed_experts|moe_num_experts|num_routed_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts", 2),
+    (r"n_group|topk_group|num_expert_group|first_k_dense_replace", 1),
+    (r"q_lora_rank|kv_lora_rank|o_lora_rank", 16),
+    (r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim|rotary_dim", 8),
+    (r"(ssm_)?state_size|mamba_d_state", 8),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads|mamba_d_head|mamba_head_?dim", 8),
+    (r"mamba_n_groups|mamba_ngroups", 1),
+    (r"linear_(num_)?(key|value)_heads|linear_num_(key|value)_heads", 2),
+    (r"linear_(key|value)_head_dim", 8),
+    (r"time_step_rank|mamba_dt_rank", 4),
+    (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|max_target_positions", 64),
+    (r"pad_token_id", 0),
+    (r"bos_token_id", 1),
+    (r"eos_token_id", 2),
+    (r"image_size", 32),
+    (r"patch_size", 8),
+]
+# What happens to the logits behind the head, where a config has it: values that would show.
+AFTER_HEAD = {
+    "final_logit_softcapping": 2.0,
+    "logits_soft_cap": 2.0,
+    "output_logit_soft_cap": 2.0,
+    "logit_scale": 0.25,
+    "logits_scaling": 4.0,
+    "lm_head_multiplier": 0.5,
+    "output_multiplier": 0.5,
+}
+# What a config needs beside these, by model type.
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "cosmos3_edge_text": _MROPE,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48, "activation_sparsity_pattern": None,
+                     "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    "glm4v_text": _MROPE,
+    "glm4v_moe_text": _MROPE,
+    "glm_ocr_text": _MROPE,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 2, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "num_layers": 2,
+                      "ffn_hidden_size": 48, "num_hidden_layers": 2},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl_text": _MROPE,
+    "qwen2_vl_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_5_omni_text": _MROPE,
+    "reformer": {"is_decoder": True, "hash_seed": 0, "hidden_dropout_prob": 0.0,
+                 "local_attention_probs_dropout_prob": 0.0, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16],
+                 "attn_layers": ["local", "lsh"] * 2, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "step3p7_text": {"sliding_window": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+               "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """How an architecture fared: "equal", "refused", "wrong" or "not built"."""
+
+    name: str
+    result: str
+    loss_error: float = 0.0
+    grad_error: float = 0.0
+    note: str = ""
+
+
+def architectures() -> dict[str, list[type]]:
+    """Model classes by the auto class that makes them, each once."""
+    found: dict[str, list[type]] = {}
+    seen: set[type] = set()
+    for auto, mapping in (
+        ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+        ("AutoModelForImageTextToText", modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
+        found[auto] = []
+        for entry in mapping.values():
+            for model_class in entry if isinstance(entry, tuple) else (entry,):
+                if model_class not in seen:
+                    seen.add(model_class)
+                    found[auto].append(model_class)
+        found[auto].sort(key=lambda model_class: model_class.__name__)
+    return found
+
+
+def tiny_config(config_class: Any, nested: bool = False) -> Any:
+    """A config of a model of some ten thousand parameters."""
+    default = config_class()
+    values: dict[str, Any] = {}
+    for name, value in default.to_dict().items():
+        if name in default.sub_configs and value is not None:
+            values[name] = tiny_config(type(getattr(default, name)), nested=True)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            sizes = [size for pattern, size in SIZES if re.fullmatch(pattern, name)]
+            if sizes:
+                values[name] = sizes[-1]
+        if name in AFTER_HEAD and (isinstance(value, int | float) or "cap" in name):
+            values[name] = AFTER_HEAD[name]
+    if "kv_lora_rank" in values:  # multi-head latent attention has no grouped queries
+        values["num_key_value_heads"] = values.get("num_attention_heads", 4)
+    values |= SPECIAL.get(config_class.model_type, {})
+    return {"model_type": config_class.model_type, **values} if nested else config_class(**values)
+
+
+def inputs() -> Tensor:
+    return torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def loss_and_grads(model: Any) -> tuple[float, dict[str, Tensor]]:
+    """In training mode, with the same dropout each time."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    outputs = model(input_ids=inputs(), labels=inputs(), use_cache=False)
+    outputs.loss.backward()
+    return outputs.loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def build(model_class: Any) -> Any:
+    """The model with random weights, in fp32.
+
+    Raises:
+        MemoryError: it is too large even so.
+    """
+    config = tiny_config(model_class.config_class)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if size > LARGEST:
+        raise MemoryError(f"{size:,} parameters even in the tiny config")
+    torch.manual_seed(0)
+    return model_class(config).float().train()
+
+
+def compare(model_class: Any) -> Row:
+    name = model_class.__name__
+    try:
+        model = build(model_class)
+    except Exception as error:
+        return Row(name, "not built", note=first_line(error))
+    stock_error = None
+    try:
+        loss, grads = loss_and_grads(model)
+    except Exception as error:
+        stock_error = error
+    try:
+        apply(model)
+        if stock_error is not None:
+            return Row(name, "not built", note=f"stock forward: {first_line(stock_error)}")
+        fused_loss, fused_grads = loss_and_grads(model)
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        ours = "flce_dist" in traceback.extract_tb(error.__traceback__)[-1].filename
+        reason = notes[0] if notes else str(error)
+        return Row(name, "refused" if ours or notes else "wrong", note=reason.removeprefix("flce_dist: "))
+    loss_error = abs(fused_loss - loss) / abs(loss)
+    grad_error = largest_error(fused_grads, grads)
+    equal = loss_error <= TOLERANCE and grad_error <= TOLERANCE
+    return Row(name, "equal" if equal else "wrong", loss_error, grad_error)
+
+
+def largest_error(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a parameter's gradient, by norm. Gradients that are zero but for rounding (of the
+    bias of attention's keys, for one) have no digits to compare: a thousandth of the whole gradient's norm is added to
+    what is divided by."""
+    if grads.keys() != expected.keys():
+        return float("inf")
+    total = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in expected.values()]))
+    return max(
+        float((grads[name] - grad).norm() / (grad.norm() + 1e-3 * total))
+        if torch.isfinite(grad).all()
+        else float("inf")
+        for name, grad in expected.items()
+    )
+
+
+def first_line(error: Exception) -> str:
+    if isinstance(error.__cause__, ValueError):  # of a config's validation
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def table() -> Iterator[Row]:
+    for classes in architectures().values():
+        for model_class in classes:
+            yield compare(model_class)
+
+
+def page(rows: list[Row]) -> str:
+    """docs/architectures.md."""
+    count = {result: sum(row.result == result for row in rows) for result in ("equal", "refused", "wrong", "not built")}
+    largest = max((max(row.loss_error, row.grad_error) for row in rows), default=0.0)
+    lines = [
+        "# Model architectures",
+        "",
+        "Made by `python -m tests.kit.architectures docs/architectures.md` with transformers "
+        f"{transformers.__version__} and torch {torch.__version__}.",
+        "",
+        "Every class that `AutoModelForCausalLM` and `AutoModelForImageTextToText` make, built from a tiny random "
+        "config in fp32, in training mode, with text alone: the loss and the gradients of all parameters after "
+        "[`apply`](transformers.md) beside the stock ones.",
+        "",
+        f"- **equal** ({count['equal']}): loss and all gradients agree to {TOLERANCE:g}; the largest error is "
+        f"{largest:.0e}. Gradients are compared parameter by parameter, by norm.",
+        f"- **refused** ({count['refused']}): `apply`, or the first step, raises an error that says why.",
+        f"- **wrong** ({count['wrong']})",
+        f"- **not built** ({count['not built']}): the tiny config is too simple for this model, it needs an image, or "
+        "a package that was not installed. Such a model is checked in its first step, as every model is.",
+        "",
+        "| model | | largest error, or reason |",
+        "|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.name.lower()):
+        error = f"{max(row.loss_error, row.grad_error):.0e}"
+        note = error if row.result in ("equal", "wrong") and not row.note else row.note.replace("|", "/")
+        lines.append(f"| {row.name} | {row.result} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    Path(sys.argv[1]).write_text(page(list(table())))
