@@ -89,7 +89,11 @@ def _head_alone(
     hidden, target, token_weight = make_data(vocab_size, length)
     placed = distribute_tensor(hidden, mesh, [layout])
     given = (placed if dtensor else placed.to_local()).detach().requires_grad_()
-    output = head(given, target, token_weight=token_weight)
+    if dtensor:
+        whole = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in (target, token_weight)]
+        output = head(given, whole[0], token_weight=whole[1])
+    else:
+        output = head(given, target, token_weight=token_weight)
     upstream = torch.linspace(1.0, 2.0, target.numel()).reshape(target.shape)
     if reduction == "none":
         output.backward(distribute_tensor(upstream, mesh, [layout]).to_local())
