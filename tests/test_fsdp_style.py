@@ -318,6 +318,8 @@ def _wrong(ctx: Context, what: str) -> None:
         styled("linear", mesh, Shard(1), 21, True)(hidden.flatten(0, 1), target.flatten())
     elif what == "too many arguments":
         styled("linear", mesh, Replicate(), 21, True)(hidden, target, target)
+    elif what == "no arguments":
+        styled("module", mesh, Replicate(), 21, True)()
 
 
 @pytest.mark.parametrize(
@@ -330,6 +332,7 @@ def _wrong(ctx: Context, what: str) -> None:
         ("part of the targets", "ValueError", "leading dimensions"),
         ("flat tokens", "ValueError", "dimensions"),
         ("too many arguments", "TypeError", "argument"),
+        ("no arguments", "TypeError", "hidden"),
     ],
 )
 def test_what_is_refused_on_all_ranks(what: str, error: str, words: str, workers: Pool) -> None:

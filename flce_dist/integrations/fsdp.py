@@ -100,9 +100,9 @@ def _local_arguments(mesh: DeviceMesh, layout: Placement) -> Callable[..., Any]:
     dim = layout.dim if isinstance(layout, Shard) else None
 
     def hook(head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
-        if len(args) > 2:
-            return None  # the forward says that it takes no more
         call = dict(zip(("hidden", "target"), args, strict=False)) | kwargs
+        if len(args) > 2 or "hidden" not in call:
+            return None  # the forward says what it takes
         hidden, target = call["hidden"], call.get("target")
         if isinstance(hidden, DTensor) and hidden.placements != (layout,):
             raise ValueError(
