@@ -119,7 +119,7 @@ def largest(value: float, device: torch.device) -> float:
 
 
 def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch.device) -> None:
-    say(f"{'head':<16} {'ms':>9} {'/gathered':>10} {'held MiB':>9} {'step MiB':>9}")
+    say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
     first = variants[0].times
     for variant in variants:
         ratio = statistics.median(time / other for time, other in zip(variant.times, first, strict=True))

@@ -157,8 +157,11 @@ README_PROGRAMS = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
 PROGRAMS = README_PROGRAMS + [block for page in PAGES[1:] if page.name != "trainers.md" for block in programs_of(page)]
 # Processes are left as soon as all are done: tearing gloo down at exit can hang.
 RUNNER = """
-import os, runpy, sys
+import os, pathlib, runpy, sys
 import torch.distributed as dist
+if "deepspeed" in pathlib.Path(sys.argv[1]).read_text():
+    import deepspeed
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
 runpy.run_path(sys.argv[1], run_name="__main__")
 if dist.is_initialized():
     dist.barrier()
@@ -176,8 +179,8 @@ def run_program(program: str, folder: Path) -> list[str]:
     printed."""
     command = COMMAND.fullmatch(program.splitlines()[0])
     assert command is not None
-    for package in ("transformers", "accelerate", "lightning"):
-        if re.search(rf"^(?:from|import) {package}\b", program, flags=re.MULTILINE):
+    for package in ("transformers", "accelerate", "lightning", "deepspeed"):
+        if re.search(rf"^(?:from|import) .*\b{package}\b", program, flags=re.MULTILINE):
             pytest.importorskip(package, reason="needs the [train] and [test] extras")
     size = int(command[1] or 1)
     (folder / command[2]).write_text(program)

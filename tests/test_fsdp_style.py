@@ -256,29 +256,35 @@ def test_logits_of_plain_sequence_parallel_hidden_states_are_refused(kind: str, 
     assert_all_raise(workers.outcomes(2, _logits, kind, Shard(1), False), "NotImplementedError")
 
 
-def _compiled(ctx: Context, kind: str, dim: int | None) -> tuple[Tensor, Tensor]:
+def _compiled(ctx: Context, kind: str, dim: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Two lengths, so that the second graph has dynamic shapes."""
+    torch.compiler.reset()
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     layout: Placement = Replicate() if dim is None else Shard(dim)
-    head = styled(kind, mesh, layout, 21, True)
-    hidden, target, _ = make_data(21, 6)
-    head.compile(backend="aot_eager", fullgraph=True)
-    given = distribute_tensor(hidden, mesh, [layout]).to_local().requires_grad_()
-    loss = head(given, target)
-    loss.backward()
-    assert isinstance(head.weight, DTensor)
-    assert head.weight.grad is not None
-    return loss.detach(), full(head.weight.grad)
+    net: Any = Net(styled(kind, mesh, layout, 21, True))
+    net.compile(backend="aot_eager", fullgraph=True)
+    found = []
+    for length in (6, 8):
+        hidden, target, _ = make_data(21, length)
+        given = distribute_tensor(hidden, mesh, [layout]).to_local().requires_grad_()
+        net.zero_grad()
+        loss = net(given, target)
+        loss.backward()
+        found.append((loss.detach(), full(net.lm_head.weight.grad)))
+    return found
 
 
 @pytest.mark.parametrize("dim", [None, 1])
 @pytest.mark.parametrize("kind", ["linear", "module"])
 def test_the_head_compiles_into_one_graph(kind: str, dim: int | None, workers: Pool) -> None:
     head = make_head("linear", 21, True, {})
-    hidden, target, _ = make_data(21, 6)
-    expected = oracle.reference(hidden, head.weight.detach(), target, bias=head.bias.detach(), z_loss=1e-3, softcap=6.0)
-    for loss, grad in workers.run(2, _compiled, kind, dim):
-        compare.assert_loss(loss, expected.loss, 1e-5)
-        compare.assert_close(grad, expected.weight_grad, 1e-5, "weight gradient")
+    weight, bias = head.weight.detach(), head.bias.detach()
+    for found in workers.run(2, _compiled, kind, dim):
+        for length, (loss, grad) in zip((6, 8), found, strict=True):
+            hidden, target, _ = make_data(21, length)
+            expected = oracle.reference(hidden, weight, target, bias=bias, z_loss=1e-3, softcap=6.0)
+            compare.assert_loss(loss, expected.loss, 1e-5)
+            compare.assert_close(grad, expected.weight_grad, 1e-5, "weight gradient")
 
 
 def _frozen(ctx: Context) -> bool:

@@ -256,6 +256,25 @@ def test_a_group_shares_the_vocabulary(world: int, kind: str, workers: Pool) -> 
         assert_same(result, expected)
 
 
+def _accuracy(ctx: Context) -> Any:
+    model = tiny(vocab_size=100)
+    with torch.no_grad():
+        model.lm_head.weight[50:] = model.lm_head.weight[:50]  # each arg-max is a tie between two shards
+    ids = TEXT % 100
+    expected = model(ids).logits.argmax(-1) % 50
+    handle = apply(model, ctx.group, aux=("accuracy", "predictions"))
+    model(input_ids=ids, shift_labels=torch.where(ids % 2 == 0, expected, -100))
+    assert handle.output is not None
+    return handle.output.accuracy, handle.output.predictions, expected
+
+
+def test_token_accuracy_is_over_the_global_vocabulary(workers: Pool) -> None:
+    """Field report B37: ties go to the lowest id; ignored tokens are left out."""
+    for accuracy, predictions, expected in workers.run(2, _accuracy):
+        assert torch.equal(predictions, expected)
+        assert accuracy == 1.0
+
+
 def _tied(ctx: Context) -> None:
     apply(tiny(tie_word_embeddings=True), ctx.group)
 

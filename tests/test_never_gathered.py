@@ -220,7 +220,7 @@ def test_the_clipping_of_fsdp1_fails_on_all_ranks(original: bool, workers: Pool)
 
 
 def several_meshes(ctx: Context, max_norm: float, norm_type: float) -> tuple[float, Tensor]:
-    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("a", "b"))
+    mesh = ctx.mesh(2, 2, names=("a", "b"))
     model = nn.ParameterList(torch.zeros(4) for _ in range(4))
     places = [None, (mesh["a"], [Shard(0)]), (mesh["b"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])]
     for index, place in enumerate(places):

@@ -6,6 +6,7 @@ forward, where FSDP has gathered the weight, and FSDP's hooks see the gradient.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -116,7 +117,9 @@ def _local_arguments(mesh: DeviceMesh, layout: Placement) -> Callable[..., Any]:
                 raise ValueError(
                     f"input_layouts={layout} needs a target of more than {dim} dimensions, got {target.dim()}"
                 )
-            call["max_tokens"] = target.numel() // max(target.shape[dim], 1) * -(-target.shape[dim] // mesh.size())
+            longest = target.numel() // max(target.shape[dim], 1) * -(-target.shape[dim] // mesh.size())
+            # A graph with dynamic shapes has to know this number: the loss takes it as a constant.
+            call["max_tokens"] = operator.index(longest)
             for name in _PER_TOKEN:
                 if isinstance(call.get(name), Tensor):
                     call[name] = _part(call[name], mesh, layout)

@@ -12,20 +12,22 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from .chat import check_text, conversation, documented_functions
 from .schema import ConfigError, DataConfig
 
 
 def read_corpus(data: DataConfig) -> tuple[list[str], list[str]]:
-    """Training and held-out documents. Raises ConfigError.
+    """Training and held-out documents: text, or with `data.messages_field` the JSON of conversations. Raises
+    ConfigError.
 
     The held-out ones are those of `data.eval_paths`, or else the share `data.holdout` of the documents, chosen by a
     hash of their text: the choice does not depend on the order, and equal documents are on the same side.
     """
-    documents = _limited(_documents(data, data.paths, "data.paths"), data.max_bytes)
+    documents = _limited(_documents(data, data.paths, "data.paths"), data)
     if not documents:
         raise ConfigError("data.paths", "no text found")
     if data.eval_paths:
-        return documents, _limited(_documents(data, data.eval_paths, "data.eval_paths"), data.max_bytes)
+        return documents, _limited(_documents(data, data.eval_paths, "data.eval_paths"), data)
     if data.holdout == 0:
         return documents, []
     digests = [hashlib.sha256(text.encode()).digest() for text in documents]
@@ -42,7 +44,8 @@ def read_corpus(data: DataConfig) -> tuple[list[str], list[str]]:
 
 def _documents(data: DataConfig, paths: tuple[str, ...], key: str) -> Iterator[str]:
     if not paths:
-        yield from _standard_library()
+        for source in _standard_library():
+            yield from documented_functions(source) if data.messages_field else [source]
     for path in paths:
         for file in _files(Path(path), data.suffixes, key):
             try:
@@ -68,33 +71,42 @@ def _read(file: Path, data: DataConfig) -> Iterator[str]:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _json_text(line, data.text_field, f"{file}:{number}")
+                    yield _json_document(line, data, f"{file}:{number}")
     elif file.suffix == ".parquet":
         table = pyarrow.parquet.ParquetFile(file)
-        if data.text_field not in table.schema_arrow.names:
-            raise ConfigError(
-                "data.text_field", f"{file} has no column {data.text_field!r}: {table.schema_arrow.names}"
-            )
-        for batch in table.iter_batches(columns=[data.text_field]):
+        key = "data.messages_field" if data.messages_field else "data.text_field"
+        name = data.messages_field or data.text_field
+        if name not in table.schema_arrow.names:
+            raise ConfigError(key, f"{file} has no column {name!r}: {table.schema_arrow.names}")
+        for batch in table.iter_batches(columns=[name]):
             for value in batch.column(0).to_pylist():
-                if not isinstance(value, str):
-                    raise ConfigError("data.text_field", f"{file} column {data.text_field!r} holds {value!r}, not text")
-                yield value
+                if data.messages_field:
+                    yield conversation(value, f"{file} column {name!r}")
+                elif isinstance(value, str):
+                    yield value
+                else:
+                    raise ConfigError(key, f"{file} column {name!r} holds {value!r}, not text")
+    elif data.messages_field:
+        raise ConfigError("data.messages_field", f"{file}: conversations are read from .jsonl and .parquet files")
     elif data.document_separator:
         yield from file.read_text(encoding="utf-8").split(data.document_separator)
     else:
         yield file.read_text(encoding="utf-8")
 
 
-def _json_text(line: str, name: str, where: str) -> str:
+def _json_document(line: str, data: DataConfig, where: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError("data.paths", f"{where} is not a JSON line: {error}") from error
-    text = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(text, str):
+    name = data.messages_field or data.text_field
+    value = record.get(name) if isinstance(record, dict) else None
+    if data.messages_field:
+        return conversation(value, where)
+    if not isinstance(value, str):
         raise ConfigError("data.text_field", f"{where} has no text field {name!r}")
-    return text
+    check_text(value, "data.text_field", where)
+    return value
 
 
 def _standard_library() -> Iterator[str]:
@@ -114,14 +126,18 @@ def _standard_library() -> Iterator[str]:
             yield text
 
 
-def _limited(documents: Iterator[str], max_bytes: int | None) -> list[str]:
-    """The first `max_bytes` of UTF-8 text; the last document is cut there."""
+def _limited(documents: Iterator[str], data: DataConfig) -> list[str]:
+    """The first `data.max_bytes` of UTF-8 text; the last document is cut there, the last conversation left out."""
+    max_bytes = data.max_bytes
     if max_bytes is None:
         return list(documents)
     kept: list[str] = []
     left = max_bytes
     for text in documents:
-        content = text.encode()[:left]
+        content = text.encode()
+        if len(content) > left and data.messages_field:
+            break
+        content = content[:left]
         kept.append(content.decode(errors="ignore"))  # the cut may be inside a character
         left -= len(content)
         if left == 0:

@@ -17,6 +17,7 @@ Batch = tuple[Tensor, Tensor]
 class PackedSequences:
     """One long row of ids, cut into sequences of equal length.
 
+    Ids are `~id`, negative, for tokens that are read but not learned: they are inputs, and ignored as targets.
     A sequence may hold the end of one document and the start of the next, with the separator between them. Which
     token a document starts with cannot be known from the one before: the target that follows a separator is ignored.
     """
@@ -30,8 +31,10 @@ class PackedSequences:
     def batch(self, indices: NDArray[np.int64]) -> Batch:
         """The sequences with these numbers; a negative number is a row without any valid target."""
         offsets = np.arange(self.length + 1)
-        tokens = torch.from_numpy(self.ids[np.maximum(indices, 0)[:, None] * self.length + offsets].astype(np.int64))
+        signed = torch.from_numpy(self.ids[np.maximum(indices, 0)[:, None] * self.length + offsets].astype(np.int64))
+        tokens = torch.where(signed < 0, ~signed, signed)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+        targets[signed[:, 1:] < 0] = self.ignore_index
         targets[inputs == self.separator] = self.ignore_index
         targets[torch.from_numpy(indices < 0)] = self.ignore_index
         return inputs, targets

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flce_dist import count_valid_tokens
 from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
 
 from .model import DTYPES, LanguageModel
@@ -51,15 +50,6 @@ class FullySharded(DataParallel):
             shard_head(model, name, self._mesh)
         except ValueError as error:
             raise ConfigError("parallel.head", str(error)) from error
-
-    def normalizer(self, targets: Tensor, ignore_index: int) -> Tensor:
-        if self.never_gathered:  # the loss is that of all ranks' tokens, and so is the shard's gradient
-            assert self._mesh is not None
-            return count_valid_tokens(targets, ignore_index, group=self._mesh.get_group()).float()
-        return super().normalizer(targets, ignore_index)
-
-    def mean_loss(self, losses: Tensor) -> Tensor:
-        return losses if self.never_gathered else super().mean_loss(losses)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, LanguageModel)

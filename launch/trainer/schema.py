@@ -77,6 +77,7 @@ class DataConfig:
     eval_paths: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
     text_field: str = "text"
+    messages_field: str | None = None
     document_separator: str | None = None
     max_bytes: int | None = number(None, least=1)
     holdout: float = number(0.05, least=0, most=0.5)
@@ -87,6 +88,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     path: str | None = None
+    chat_template: str | None = None
     vocab_size: int = number(8192, least=257)  # 256 bytes and the end-of-text token
 
 
@@ -121,6 +123,7 @@ class ParallelConfig:
     mode: str = "tensor"
     tensor_size: int | None = number(None, least=1)
     head: Literal["gathered", "sharded"] | None = None
+    deepspeed: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

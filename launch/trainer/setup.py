@@ -13,7 +13,7 @@ import yaml
 
 from .checkpoint import check_resumable, complete, dotted
 from .config import load_config, to_mapping
-from .model import LanguageModel, build_model
+from .model import LanguageModel, build_model, give_loss
 from .modes import make_mode
 from .parallel import ParallelMode, Ranks, SetupError, pick_device
 from .report import METRICS
@@ -61,8 +61,9 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
 
     with ranks.agree():
         tokens = open_tokens(folders.pop(), config)
-        model = build_model(config, tokens, mode.head_group, device)
+        model = build_model(config, tokens, device)
         mode.place_head(model)
+        give_loss(config, model, mode.head_group, device)
     with ranks.agree():
         if ranks.is_main:
             _make_output(config, fresh=resume_from is None)

@@ -19,17 +19,20 @@ import tokenizers
 import transformers
 from numpy.typing import NDArray
 
+from . import chat
 from .corpus import read_corpus
 from .schema import Config, ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-FORMAT = 1  # part of the key: raise it when the files' content changes meaning
+FORMAT = 2  # part of the key: raise it when the files' content changes meaning
+WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".npy", ".npz", ".gguf", ".h5", ".msgpack", ".distcp"})
 ENCODE_BATCH = 256  # documents tokenized at a time
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The cached folder: `tokenizer/`, `train.npy` and `eval.npy` (int32 ids) and `info.json`."""
+    """The cached folder: `tokenizer/`, `train.npy` and `eval.npy` (int32 ids; `~id` where a token is read but not
+    learned) and `info.json`."""
 
     folder: Path
     vocab_size: int
@@ -64,14 +67,22 @@ def prepare_tokens(config: Config) -> Path:
         raise ConfigError("data.cache_dir", f"cannot write to {config.data.cache_dir}: {error}") from error
     try:
         tokenizer = _local_tokenizer(config) if config.tokenizer.path else _train_bpe(config, train)
+        if config.tokenizer.chat_template is not None:
+            tokenizer.chat_template = _chat_template(config)
+        if config.data.messages_field:
+            chat.check_tokenizer(tokenizer, config.tokenizer.path)
         tokenizer.save_pretrained(str(work / "tokenizer"))
-        ids = {"train": _encode(tokenizer, train), "eval": _encode(tokenizer, held_out)}
+        ids = {
+            name: _encode_chats(tokenizer, texts) if config.data.messages_field else _encode(tokenizer, texts)
+            for name, texts in (("train", train), ("eval", held_out))
+        }
         for name, array in ids.items():
             np.save(work / f"{name}.npy", array)
         info = {
             "vocab_size": len(tokenizer),
             "separator": tokenizer.eos_token_id,
-            "largest_id": max(int(array.max(initial=0)) for array in ids.values()),
+            "largest_id": max(int(np.maximum(array, ~array).max(initial=0)) for array in ids.values()),
+            "learned": int((ids["train"] >= 0).sum()),
             "documents": len(train) + len(held_out),
             "bytes": sum(len(text.encode()) for text in [*train, *held_out]),
         }
@@ -108,16 +119,28 @@ def open_tokens(folder: Path, config: Config) -> TokenFiles:
 def _key(config: Config, train: Iterable[str], held_out: Iterable[str]) -> str:
     digest = hashlib.sha256()
     tokenizer = config.tokenizer
-    digest.update(json.dumps([FORMAT, tokenizers.__version__, tokenizer.path, tokenizer.vocab_size]).encode())
+    template = None if tokenizer.chat_template is None else _chat_template(config)
+    settings = [FORMAT, tokenizers.__version__, tokenizer.path, tokenizer.vocab_size, template]
+    digest.update(json.dumps([*settings, config.data.messages_field is not None]).encode())
     if tokenizer.path is not None:
-        for file in sorted(Path(tokenizer.path).glob("*token*")):
-            digest.update(file.read_bytes())
+        for file in sorted(Path(tokenizer.path).rglob("*")):
+            if file.is_file() and file.suffix not in WEIGHTS:  # a checkpoint's folder holds those too
+                digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+                digest.update(file.read_bytes())
     for name, documents in (("train", train), ("eval", held_out)):
         for text in documents:
             content = text.encode()
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _chat_template(config: Config) -> str:
+    path = str(config.tokenizer.chat_template)
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("tokenizer.chat_template", f"cannot read {path}: {error}") from error
 
 
 def _train_bpe(config: Config, documents: list[str]) -> transformers.PreTrainedTokenizerFast:
@@ -131,7 +154,8 @@ def _train_bpe(config: Config, documents: list[str]) -> transformers.PreTrainedT
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    texts = map(chat.text_of, documents) if config.data.messages_field else documents
+    tokenizer.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
 
 
@@ -154,4 +178,11 @@ def _encode(tokenizer: transformers.PreTrainedTokenizerBase, documents: list[str
     for start in range(0, len(documents), ENCODE_BATCH):
         encoded = tokenizer(documents[start : start + ENCODE_BATCH], add_special_tokens=False, verbose=False)
         parts += [np.array([*ids, tokenizer.eos_token_id], dtype=np.int32) for ids in encoded["input_ids"]]
+    return np.concatenate(parts)
+
+
+def _encode_chats(tokenizer: transformers.PreTrainedTokenizerBase, documents: list[str]) -> NDArray[np.int32]:
+    """All conversations as one row of ids, each followed by the separator, which is not learned."""
+    parts = [np.empty(0, dtype=np.int32)]
+    parts += [np.array([*chat.encode(tokenizer, text), ~tokenizer.eos_token_id], dtype=np.int32) for text in documents]
     return np.concatenate(parts)

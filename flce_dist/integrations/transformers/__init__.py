@@ -2,7 +2,6 @@
 
 from .fused import FusedLoss, UnsupportedForward
 from .install import apply
-from .replace import replace_head
 from .trainer import apply_to_trainer
 
-__all__ = ["FusedLoss", "UnsupportedForward", "apply", "apply_to_trainer", "replace_head"]
+__all__ = ["FusedLoss", "UnsupportedForward", "apply", "apply_to_trainer"]

@@ -155,7 +155,10 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         shared.call = None
     if not call.delivered:
-        raise UnsupportedForward(f"{type(self).__name__} did not call its loss_function, though it was given labels")
+        raise UnsupportedForward(
+            f"{type(self).__name__} did not call its loss_function, though it was given labels (TRL's SFTTrainer "
+            "computes a loss of its own: apply_to_trainer gives it this one)"
+        )
     assert call.output is not None
     shared.output, shared.target = call.output, call.target
     return with_logits(outputs, NO_LOGITS if call.logits is None else call.logits)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...attach import attach_loss, detach_loss
@@ -91,7 +92,9 @@ def take_loss(head: nn.Module) -> None:
     delattr(head, _FORMER)
 
 
-def shard_head(model: Any, linear: nn.Module, group: dist.ProcessGroup, **arguments: Any) -> VocabParallelHead:
+def shard_head(
+    model: Any, linear: nn.Module, group: dist.ProcessGroup | DeviceMesh, **arguments: Any
+) -> VocabParallelHead:
     """Puts a `VocabParallelHead` with this rank's rows in the place of the full head.
 
     Raises:

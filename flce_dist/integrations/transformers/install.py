@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def apply(
     model: PreTrainedModel,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
@@ -41,9 +42,10 @@ def apply(
 
     Args:
         model: a causal LM, or an image-text model built on one, or a `PeftModel` around it.
-        group: ranks that share the vocabulary. A full head is then replaced by a `VocabParallelHead` with this rank's
-            rows; one that a framework has sharded is taken as it is (`vocab_size`, `vocab_shard`). A model that
-            transformers loaded with `tp_size` brings its own. None: not sharded.
+        group: ranks that share the vocabulary, as a process group or a 1-D device mesh. A full head is then replaced
+            by a `VocabParallelHead` with this rank's rows; one that a framework has sharded is taken as it is
+            (`vocab_size`, `vocab_shard`). A model that transformers loaded with `tp_size` brings its own. None: not
+            sharded.
         vocab_size, vocab_shard: as `linear_cross_entropy` takes them, for a head that is sharded already.
         hidden_layout: "sharded" when the ranks of `group` are data-parallel ranks, each with its own tokens.
         hidden_grad_scale: as in `linear_cross_entropy`. None: 1, and with "sharded" the number of ranks, for a body
@@ -71,7 +73,8 @@ def apply(
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
     found = heads.find_heads(base)
-    group = group if group is not None else heads.tensor_parallel_group(base, found[0])
+    place = group if group is not None else heads.tensor_parallel_group(base, found[0])
+    group = place.get_group() if isinstance(place, DeviceMesh) else place
     size = collectives.world_size(group)
     if hidden_grad_scale is None:
         hidden_grad_scale = float(size) if hidden_layout == "sharded" else 1.0
@@ -81,8 +84,8 @@ def apply(
     if sharded_here:
         if len(found) > 1:
             raise TypeError("a head that is trained beside an adapter (modules_to_save) cannot be sharded over a group")
-        assert group is not None
-        found = [heads.shard_head(base, found[0], group, **where)]
+        assert place is not None
+        found = [heads.shard_head(base, found[0], place, **where)]
     for head in found:
         heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)

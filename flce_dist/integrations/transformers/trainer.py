@@ -59,9 +59,22 @@ def apply_to_trainer(
             f"the Trainer would use nn.DataParallel over {args.n_gpu} GPUs, whose replicas share one forward: start "
             "one process a GPU with torchrun or accelerate launch"
         )
+    _keep_counts_exact(trainer)
     if not own_loss:
         return apply(trainer.model, group, aux=aux, eval_logits=eval_logits, **options)
     return _apply_to_sft(trainer, group, aux, eval_logits, options)
+
+
+def _keep_counts_exact(trainer: Any) -> None:
+    """The Trainer divides its count of tokens and hands it to the model as a float, which FSDP2 would cast to 16 bits
+    with the model's other inputs. An integer it leaves alone."""
+    count = trainer._get_num_items_in_batch
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        number = count(*args, **kwargs)
+        return number.round().to(torch.int64) if isinstance(number, torch.Tensor) else number
+
+    trainer._get_num_items_in_batch = exact
 
 
 def _apply_to_sft(

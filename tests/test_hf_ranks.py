@@ -1,0 +1,168 @@
+"""apply() under DDP, FSDP1, FSDP2 and two dimensions, and a Trainer on data-parallel ranks, beside stock."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.kit.workers import Context, Pool
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+
+from flce_dist.integrations.never_gathered import shard_head  # noqa: E402
+from flce_dist.integrations.transformers import apply, apply_to_trainer  # noqa: E402
+from tests.kit.causal_lm import LABELS, TEXT, tiny, whole  # noqa: E402
+
+STEPS = 2
+
+
+def _wrap(ctx: Context, model: Any, how: str, early: bool) -> tuple[Any, Any]:
+    """The wrapped model and what is called; `apply` comes before or behind the wrapping."""
+    if early:
+        apply(model)
+    if how == "ddp":
+        wrapped = DistributedDataParallel(model, process_group=ctx.group)
+    elif how == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model, process_group=ctx.group, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    else:
+        mesh = init_device_mesh("cpu", (4,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        if how == "fsdp2 own unit":
+            fully_shard(model.lm_head, mesh=mesh)
+        elif how == "fsdp2 tail":
+            fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+        wrapped = fully_shard(model, mesh=mesh)
+    if not early:
+        apply(model)
+    return wrapped, model
+
+
+def _train(ctx: Context, how: str, early: bool, kind: str) -> dict[str, Tensor]:
+    """Parameters after two steps of which each rank sees another half row."""
+    model = tiny(kind, **({"head_dim": 8} if kind == "Gemma2" else {}), tie_word_embeddings=False)
+    wrapped, model = _wrap(ctx, model, how, early)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rows = slice(ctx.rank % 2, ctx.rank % 2 + 1)
+    for _ in range(STEPS):
+        count = (LABELS[:, 1:] != -100).sum()
+        # Each row is on two ranks; like the Trainer: over all tokens, times the number of ranks.
+        loss = wrapped(input_ids=TEXT[rows], labels=LABELS[rows], num_items_in_batch=2 * count).loss * ctx.world
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            return {name.replace("_fsdp_wrapped_module.", ""): p.clone() for name, p in model.named_parameters()}
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def _stock(kind: str) -> dict[str, Tensor]:
+    model = tiny(kind, **({"head_dim": 8} if kind == "Gemma2" else {}), tie_word_embeddings=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(STEPS):
+        model(input_ids=TEXT, labels=LABELS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("how", "early", "kind"),
+    [
+        ("ddp", True, "Llama"),
+        ("ddp", False, "Gemma2"),
+        ("fsdp1", True, "Gemma2"),
+        ("fsdp1", False, "Llama"),
+        ("fsdp2 root", True, "Llama"),
+        ("fsdp2 own unit", True, "Gemma2"),
+        ("fsdp2 own unit", False, "Llama"),
+        ("fsdp2 tail", False, "Gemma2"),
+    ],
+)
+def test_parameters_after_steps_are_those_of_one_process(how: str, early: bool, kind: str, workers: Pool) -> None:
+    expected = _stock(kind)
+    for parameters in workers.run(4, _train, how, early, kind):
+        assert parameters.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _counts(ctx: Context) -> None:
+    model = tiny()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    apply(model)
+    exact = model(input_ids=TEXT, labels=LABELS, num_items_in_batch=torch.tensor(1001)).loss
+    assert model(input_ids=TEXT, labels=LABELS, num_items_in_batch=1001).loss == exact
+    with pytest.raises(ValueError, match="cannot count tokens"):
+        model(input_ids=TEXT, labels=LABELS, num_items_in_batch=torch.tensor(1001.0))
+
+
+def test_a_count_that_mixed_precision_rounds_is_refused(workers: Pool) -> None:
+    workers.run(4, _counts)
+
+
+@contextmanager
+def _as_launched(ctx: Context) -> Iterator[None]:
+    """The environment of a launcher, which accelerate reads; the group of the session's workers is there already."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    values = {"RANK": ctx.rank, "LOCAL_RANK": ctx.rank, "WORLD_SIZE": ctx.world, "LOCAL_WORLD_SIZE": ctx.world}
+    os.environ |= {name: str(value) for name, value in values.items()} | {"ACCELERATE_USE_CPU": "true"}
+    try:
+        yield
+    finally:
+        for name in (*values, "ACCELERATE_USE_CPU"):
+            del os.environ[name]
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def _trainer(ctx: Context, how: str) -> Any:
+    from tests.test_hf_trainer import history, trainer
+
+    with _as_launched(ctx), tempfile.TemporaryDirectory() as folder:
+        run = trainer(
+            Path(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, ddp_backend="gloo",
+            max_grad_norm=0.0, per_device_eval_batch_size=2,
+        )  # fmt: skip
+        run.eval_dataset = run.train_dataset[:8]
+        if how == "never gathered":
+            shard_head(run.model, "lm_head", init_device_mesh("cpu", (4,)))
+        if how != "stock":
+            apply_to_trainer(run)
+        run.train()
+        evaluation = run.evaluate()["eval_loss"]
+        assert run.accelerator.num_processes == ctx.world
+        dist.barrier()
+        losses = [loss for loss, _ in history(run)]
+        return [*losses, evaluation], {name: whole(p.detach()) for name, p in run.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def stock_on_ranks(workers: Pool) -> Any:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    return workers.run(4, _trainer, "stock")[0]
+
+
+@pytest.mark.parametrize("how", ["ddp", "never gathered"])
+def test_a_trainer_on_four_ranks(how: str, stock_on_ranks: Any, workers: Pool) -> None:
+    """It counts the tokens of all ranks and multiplies each rank's loss by their number: right for a head that is
+    averaged like the body, and not to reach the shards of one that is not."""
+    losses, parameters = stock_on_ranks
+    for ours, ours_parameters in workers.run(4, _trainer, how):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-4, atol=1e-5)
+        for name, value in parameters.items():
+            torch.testing.assert_close(ours_parameters[name], value, rtol=1e-3, atol=1e-4)
