@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from flce_dist import VocabParallelHead
 from flce_dist.attach import attach_loss
@@ -133,6 +134,36 @@ def test_replicas_of_a_moved_or_copied_head_still_average(workers: Pool) -> None
             assert torch.equal(gradient, of_the_replica)
             assert_close(gradient, gradients[0], 1e-12, "gradient")
             assert gradient.any()
+
+
+def other_ways(ctx: Context, replicas: int, ways: tuple[str, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of a shard and of the embedding: plainly, with recomputation of the whole forward, and compiled."""
+    ids, target = batch(0, 0, ctx.rank)
+    found = []
+    for way in ("plain", *ways):
+        model = Model()
+        shard_head(model, "lm_head", mesh_of(ctx, replicas))
+        if way == "compile":
+            loss = torch.compile(model, backend="aot_eager", fullgraph=replicas == 1)(ids, target)
+        elif way == "plain":
+            loss = model(ids, target)
+        else:
+            dummy = torch.zeros((), requires_grad=True)  # reentrant recomputation wants an input that requires grad
+            loss = checkpoint(lambda _, m=model: m(ids, target), dummy, use_reentrant=way == "reentrant")
+        loss.backward()
+        found.append((model.lm_head.weight.grad.to_local(), model.embedding.weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "ways", [("reentrant", "recompute"), pytest.param(("compile",), marks=pytest.mark.exhaustive)], ids=str
+)
+def test_recomputed_and_compiled_models(replicas: int, ways: tuple[str, ...], workers: Pool) -> None:
+    for found in workers.run(2, other_ways, replicas, ways, timeout=200):
+        for shard, embedding in found[1:]:
+            assert_close(shard, found[0][0], 1e-12, "weight gradient")
+            assert_close(embedding, found[0][1], 1e-12, "embedding gradient")
 
 
 def evaluate(ctx: Context) -> tuple[float, bool]:
