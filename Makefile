@@ -44,7 +44,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable ".[train,test,hf]"
+	  --editable ".[train,test,hf,deepspeed]"
 	touch $@
 
 clean:

@@ -119,7 +119,7 @@ def largest(value: float, device: torch.device) -> float:
 
 
 def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch.device) -> None:
-    say(f"{'head':<16} {'ms':>9} {'/gathered':>10} {'held MiB':>9} {'step MiB':>9}")
+    say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
     first = variants[0].times
     for variant in variants:
         ratio = statistics.median(time / other for time, other in zip(variant.times, first, strict=True))
@@ -128,7 +128,7 @@ def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch
         say(f"{variant.name:<16} {1e3 * statistics.median(variant.times):9.2f} {ratio:10.3f} {' '.join(shown)}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64, help="of each rank")
     parser.add_argument("--hidden", type=int, default=32)
@@ -138,12 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-seconds", type=float, default=0.5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    return parser.parse_args(arguments)
+
+
+def compare(options: argparse.Namespace, device: torch.device) -> list[Variant]:
+    """Measures all variants on the ranks of the default group; rank 0 prints the table."""
     ranks = dist.get_world_size()
 
     def say(text: str) -> None:
@@ -163,6 +162,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for variant in variants[turn:] + variants[:turn]:
             variant.measure(options.round_seconds)
     table(variants, say, device)
+    return variants
+
+
+def main() -> int:
+    options = parse()
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    compare(options, device)
     return 0
 
 

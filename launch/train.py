@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import traceback
@@ -18,12 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flce_dist.clip import clip_grad_norm_
-from trainer.checkpoint import Checkpoints, step_of
+from trainer.checkpoint import step_of
 from trainer.data import Batch, PackedSequences, TrainingBatches, evaluation_batches
 from trainer.export import save_pretrained
 from trainer.model import ignore_index, logits_facts
-from trainer.optim import learning_rate, make_optimizer
+from trainer.optim import learning_rate
 from trainer.parallel import Ranks, SetupError, exit_process
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary
 from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, Setup, prepare
@@ -38,8 +38,8 @@ class Trainer:
         self.ignore_index = ignore_index(self.config)
         self.model = setup.model
         self.wrapped = mode.wrap(self.model)
-        self.optimizer = make_optimizer(self.model, self.config.optimizer)
-        self.checkpoints = Checkpoints(setup.output / CHECKPOINTS, self.config.checkpoint.keep, ranks)
+        self.optimizer = mode.make_optimizer(self.model)
+        self.checkpoints = mode.make_checkpoints(setup.output / CHECKPOINTS)
 
         def packed(ids: NDArray[np.int32]) -> PackedSequences:
             return PackedSequences(ids, self.config.data.sequence_length, setup.tokens.separator, self.ignore_index)
@@ -86,20 +86,18 @@ class Trainer:
     def step(self, step: int) -> None:
         """One optimizer step over `train.accumulation` micro-batches."""
         batches = [self.to_device(batch) for batch in self.batches.step(step)]
-        normalizer = self.setup.mode.normalizer(torch.cat([targets for _, targets in batches]), self.ignore_index)
-        losses = []
-        for number, (inputs, targets) in enumerate(batches, start=1):
-            with self.setup.mode.micro_step(self.wrapped, last=number == len(batches)):
-                loss = self.wrapped(inputs, targets, normalizer)
-                loss.backward()
-            losses.append(loss.detach())
-        most = self.config.optimizer.max_grad_norm
-        norm = clip_grad_norm_(self.model, math.inf if most is None else most)
+        mode = self.setup.mode
+        normalizer = mode.normalizer(torch.cat([targets for _, targets in batches]), self.ignore_index)
         lr = learning_rate(step, self.config.train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        losses = []
+        for number, (inputs, targets) in enumerate(batches, start=1):
+            with mode.micro_step(self.wrapped, last=number == len(batches)):
+                loss = self.wrapped(inputs, targets, normalizer)
+                mode.backward(loss)
+            losses.append(loss.detach())
+        norm = mode.update(self.model, self.optimizer)
         self.pending.append((step + 1, torch.stack(losses).sum(), norm, lr))
 
     def log(self) -> None:
@@ -127,7 +125,7 @@ class Trainer:
         sequences = self.config.train.eval_sequences
         for batch in evaluation_batches(self.held_out, sequences, self.rows, mode.data_rank, mode.data_ranks):
             inputs, targets = self.to_device(batch)
-            totals[0] += self.model(inputs, targets, 1.0)
+            totals[0] += self.wrapped(inputs, targets, 1.0)
             totals[1] += mode.normalizer(targets, self.ignore_index)
         self.model.train()
         total, count = mode.mean_loss(totals).tolist()
@@ -140,7 +138,8 @@ class Trainer:
         output, wanted = self.setup.output, self.config.output
         files = [output / name for name in (CONFIG, METRICS)]
         if wanted.export:
-            files.append(save_pretrained(self.model, self.setup.tokens.tokenizer_folder, output / EXPORT, self.ranks))
+            state, tokenizer = self.setup.mode.whole_state(self.model), self.setup.tokens.tokenizer_folder
+            files.append(save_pretrained(self.model, state, tokenizer, output / EXPORT, self.ranks))
         if self.metrics is None:
             return
         self.metrics.close()
@@ -178,12 +177,17 @@ def describe(setup: Setup, ranks: Ranks) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument("--deepspeed", metavar="FILE", help="DeepSpeed configuration (JSON); see configs/deepspeed/")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher; in LOCAL_RANK
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys with YAML values")
     options = parser.parse_args(arguments)
     ranks = Ranks.start()
     code = 0
     try:
-        setup = prepare(options.config, options.overrides, ranks)
+        overrides = list(options.overrides)
+        if options.deepspeed is not None:
+            overrides += ["parallel.mode=deepspeed", f"parallel.deepspeed={json.dumps(options.deepspeed)}"]
+        setup = prepare(options.config, overrides, ranks)
     except SetupError as error:
         if ranks.is_main:
             print(f"train.py: {error}", file=sys.stderr)

@@ -40,9 +40,12 @@ def interpreted_workers() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine_workers() -> Iterator[Callable[[int], Pool]]:
-    """engine_workers(size) is a pool whose default group has exactly so many ranks, for engines that use all of it."""
+    """engine_workers(size) is a pool whose default group has exactly so many ranks, for engines that use all of it.
+
+    A module's own: each engine makes groups, and each gloo group polls until its process ends.
+    """
     pools: dict[int, Pool] = {}
     yield lambda size: pools.setdefault(size, Pool(size=size))
     for pool in pools.values():

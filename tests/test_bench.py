@@ -1,7 +1,10 @@
 """launch/bench.py and launch/gpu_check.py on the CPU: figures, rows of what failed or is missing, sharded runs."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 import bench
+import bench_fsdp_head
 import gpu_check
 from benchmark import accuracy, floor, measure, methods, report, workload
 from benchmark.methods import Method, Program
@@ -208,6 +212,22 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
         assert found[name]["errors"]["weight_error"] < 1e-5
     assert found["eager"]["status"] == "unavailable"
     assert "equal shards" in found["loss_parallel"]["reason"]
+
+
+def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
+    options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        variants = bench_fsdp_head.compare(options, CPU)
+    return [(variant.name, len(variant.times)) for variant in variants], said.getvalue()
+
+
+def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
+    results = workers.run(4, _fsdp_heads)
+    for found, said in results:
+        assert found == [(name, 2) for name in bench_fsdp_head.VARIANTS]
+        assert bool(said) == (said is results[0][1])
+    assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
+    assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +-$", results[0][1], flags=re.MULTILINE)
 
 
 def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from flce_dist import VocabParallelHead
@@ -50,7 +49,7 @@ def build(ctx: Context, kind: str, seed: int) -> Built:
         wrapper = "fsdp1" if kind.endswith("FSDP1") else "ddp" if kind.endswith("DDP") else "fsdp2"
         wrapped = wrap(Cell(wrapper, ctx.world, 2 if kind.endswith("hybrid") else 1), model, ctx.group, mesh)
     elif kind == "FSDP2 with TP":
-        mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = ctx.mesh(2, 2, names=("data", "tensor"))
         model.lm_head = VocabParallelHead.from_linear(model.lm_head, mesh["tensor"])
         for module in (*model.layers, model.lm_head, model):
             fully_shard(module, mesh=mesh["data"])

@@ -26,6 +26,7 @@ from tests.kit.engines import (
     batches,
     deepspeed_ready,
     gathered,
+    joined,
     judge,
     make_model,
     steps,
@@ -339,3 +340,23 @@ def test_zero_to_fp32_refuses_a_sharded_head(engine_workers: Engines, tmp_path: 
     engine_workers(2).run(2, _save, Cell(3, section=DATA), str(tmp_path))
     with pytest.raises(ValueError, match="something is wrong"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+
+
+def _save_16bit(ctx: Context, cell: Cell, folder: str) -> Tensor:
+    with deepspeed_ready(ctx):
+        engine = engine_of(cell, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+        steps(engine, cell, Trained([], [], {}))
+        assert engine.save_16bit_model(folder, "model.bin")
+        head = joined(gathered(engine), engine.module.lm_head, cell)["lm_head.weight"]
+        engine.destroy()
+    return head
+
+
+@pytest.mark.parametrize(
+    "cell", [Cell(3), Cell(3, section=DATA), Cell(3, "bfloat16", section=DATA)], ids=lambda c: c.id
+)
+def test_save_16bit_model_has_the_whole_head(cell: Cell, engine_workers: Engines, tmp_path: Path) -> None:
+    head = engine_workers(2).run(2, _save_16bit, cell, str(tmp_path))[0]
+    saved = torch.load(tmp_path / "model.bin")
+    assert list(saved) == list(make_model(cell).state_dict())
+    assert torch.equal(saved["lm_head.weight"], head.to(saved["lm_head.weight"].dtype))

@@ -147,19 +147,21 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "V > 2^24" in options
 
 
+def programs_of(page: Path) -> list[str]:
+    return [block for block in PYTHON_BLOCK.findall(page.read_text()) if COMMAND.fullmatch(block.splitlines()[0])]
+
+
 COMMAND = re.compile(r"# (?:python|torchrun --nproc-per-node (\d)) (\w+\.py)")
 README_PROGRAMS = PYTHON_BLOCK.findall((ROOT / "README.md").read_text())
-# All blocks of the README, and those of other pages that begin with their command.
-PROGRAMS = README_PROGRAMS + [
-    block
-    for page in PAGES[1:]
-    for block in PYTHON_BLOCK.findall(page.read_text())
-    if COMMAND.fullmatch(block.splitlines()[0])
-]
+# All blocks of the README, and those of other pages that begin with their command. test_trainers.py has its own page.
+PROGRAMS = README_PROGRAMS + [block for page in PAGES[1:] if page.name != "trainers.md" for block in programs_of(page)]
 # Processes are left as soon as all are done: tearing gloo down at exit can hang.
 RUNNER = """
-import os, runpy, sys
+import os, pathlib, runpy, sys
 import torch.distributed as dist
+if "deepspeed" in pathlib.Path(sys.argv[1]).read_text():
+    import deepspeed
+    deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
 runpy.run_path(sys.argv[1], run_name="__main__")
 if dist.is_initialized():
     dist.barrier()
@@ -172,17 +174,17 @@ def test_the_readme_has_programs() -> None:
     assert len(README_PROGRAMS) >= 4
 
 
-@pytest.mark.timeout(600)  # some seconds; whoever shares the cores must not fail it
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0].split()[-1])
-def test_programs_run(program: str, tmp_path: Path) -> None:
-    """As their first line says: `# python FILE` or `# torchrun --nproc-per-node N FILE`."""
+def run_program(program: str, folder: Path) -> list[str]:
+    """Runs it as its first line says (`# python FILE` or `# torchrun --nproc-per-node N FILE`); what each process
+    printed."""
     command = COMMAND.fullmatch(program.splitlines()[0])
     assert command is not None
-    if "transformers" in program:
-        pytest.importorskip("transformers", reason="needs the [train] extra")
+    for package in ("transformers", "accelerate", "lightning", "deepspeed"):
+        if re.search(rf"^(?:from|import) .*\b{package}\b", program, flags=re.MULTILINE):
+            pytest.importorskip(package, reason="needs the [train] and [test] extras")
     size = int(command[1] or 1)
-    (tmp_path / command[2]).write_text(program)
-    (tmp_path / "runner.py").write_text(RUNNER)
+    (folder / command[2]).write_text(program)
+    (folder / "runner.py").write_text(RUNNER)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -192,7 +194,7 @@ def test_programs_run(program: str, tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "runner.py", command[2]],
-            cwd=tmp_path,
+            cwd=folder,
             env=common | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -206,3 +208,10 @@ def test_programs_run(program: str, tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
+    return outputs
+
+
+@pytest.mark.timeout(600)  # some seconds; whoever shares the cores must not fail it
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0].split()[-1])
+def test_programs_run(program: str, tmp_path: Path) -> None:
+    run_program(program, tmp_path)

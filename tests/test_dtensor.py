@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -111,7 +110,7 @@ def test_placements_that_do_not_fit(kind: str, workers: Pool) -> None:
 
 def _two_dimensional(ctx: Context) -> Any:
     """FSDP2 x TP on a (2, 2) mesh, as the weight is inside of the module that FSDP2 unsharded: Shard(0) on "tp"."""
-    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = ctx.mesh(2, 2, names=("dp", "tp"))
     full = make_inputs(Case(seed=ctx.rank // 2))
     weight = distribute_tensor(full.weight, mesh["tp"], [Shard(0)]).requires_grad_()
     hidden = full.hidden.requires_grad_()

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from flce_dist import count_valid_tokens
-from tests.kit.fsdp import BFLOAT16, RATE, Cell, H, data_group, judge, make_model, train, train_step, wrap
+from tests.kit.fsdp import BFLOAT16, RATE, Cell, data_group, judge, make_model, train, train_step, wrap
 from tests.kit.fsdp_matrix import UNEVEN, every_cell, name, selection
+from tests.kit.tail_model import H
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from flce_dist import linear_cross_entropy
-from tests.kit.fsdp import Cell, H, make_batch, make_model, wrap
+from tests.kit.fsdp import Cell, make_batch, make_model, wrap
+from tests.kit.tail_model import H
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
 

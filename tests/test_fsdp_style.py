@@ -89,7 +89,11 @@ def _head_alone(
     hidden, target, token_weight = make_data(vocab_size, length)
     placed = distribute_tensor(hidden, mesh, [layout])
     given = (placed if dtensor else placed.to_local()).detach().requires_grad_()
-    output = head(given, target, token_weight=token_weight)
+    if dtensor:
+        whole = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in (target, token_weight)]
+        output = head(given, whole[0], token_weight=whole[1])
+    else:
+        output = head(given, target, token_weight=token_weight)
     upstream = torch.linspace(1.0, 2.0, target.numel()).reshape(target.shape)
     if reduction == "none":
         output.backward(distribute_tensor(upstream, mesh, [layout]).to_local())
@@ -256,29 +260,35 @@ def test_logits_of_plain_sequence_parallel_hidden_states_are_refused(kind: str, 
     assert_all_raise(workers.outcomes(2, _logits, kind, Shard(1), False), "NotImplementedError")
 
 
-def _compiled(ctx: Context, kind: str, dim: int | None) -> tuple[Tensor, Tensor]:
+def _compiled(ctx: Context, kind: str, dim: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Two lengths, so that the second graph has dynamic shapes."""
+    torch.compiler.reset()
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     layout: Placement = Replicate() if dim is None else Shard(dim)
-    head = styled(kind, mesh, layout, 21, True)
-    hidden, target, _ = make_data(21, 6)
-    head.compile(backend="aot_eager", fullgraph=True)
-    given = distribute_tensor(hidden, mesh, [layout]).to_local().requires_grad_()
-    loss = head(given, target)
-    loss.backward()
-    assert isinstance(head.weight, DTensor)
-    assert head.weight.grad is not None
-    return loss.detach(), full(head.weight.grad)
+    net: Any = Net(styled(kind, mesh, layout, 21, True))
+    net.compile(backend="aot_eager", fullgraph=True)
+    found = []
+    for length in (6, 8):
+        hidden, target, _ = make_data(21, length)
+        given = distribute_tensor(hidden, mesh, [layout]).to_local().requires_grad_()
+        net.zero_grad()
+        loss = net(given, target)
+        loss.backward()
+        found.append((loss.detach(), full(net.lm_head.weight.grad)))
+    return found
 
 
 @pytest.mark.parametrize("dim", [None, 1])
 @pytest.mark.parametrize("kind", ["linear", "module"])
 def test_the_head_compiles_into_one_graph(kind: str, dim: int | None, workers: Pool) -> None:
     head = make_head("linear", 21, True, {})
-    hidden, target, _ = make_data(21, 6)
-    expected = oracle.reference(hidden, head.weight.detach(), target, bias=head.bias.detach(), z_loss=1e-3, softcap=6.0)
-    for loss, grad in workers.run(2, _compiled, kind, dim):
-        compare.assert_loss(loss, expected.loss, 1e-5)
-        compare.assert_close(grad, expected.weight_grad, 1e-5, "weight gradient")
+    weight, bias = head.weight.detach(), head.bias.detach()
+    for found in workers.run(2, _compiled, kind, dim):
+        for length, (loss, grad) in zip((6, 8), found, strict=True):
+            hidden, target, _ = make_data(21, length)
+            expected = oracle.reference(hidden, weight, target, bias=bias, z_loss=1e-3, softcap=6.0)
+            compare.assert_loss(loss, expected.loss, 1e-5)
+            compare.assert_close(grad, expected.weight_grad, 1e-5, "weight gradient")
 
 
 def _frozen(ctx: Context) -> bool:
@@ -308,6 +318,8 @@ def _wrong(ctx: Context, what: str) -> None:
         styled("linear", mesh, Shard(1), 21, True)(hidden.flatten(0, 1), target.flatten())
     elif what == "too many arguments":
         styled("linear", mesh, Replicate(), 21, True)(hidden, target, target)
+    elif what == "no arguments":
+        styled("module", mesh, Replicate(), 21, True)()
 
 
 @pytest.mark.parametrize(
@@ -320,6 +332,7 @@ def _wrong(ctx: Context, what: str) -> None:
         ("part of the targets", "ValueError", "leading dimensions"),
         ("flat tokens", "ValueError", "dimensions"),
         ("too many arguments", "TypeError", "argument"),
+        ("no arguments", "TypeError", "hidden"),
     ],
 )
 def test_what_is_refused_on_all_ranks(what: str, error: str, words: str, workers: Pool) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import flce_dist
 from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, count_valid_tokens
@@ -300,7 +299,7 @@ def test_modules_can_be_copied(workers: Pool) -> None:
 
 
 def _on_a_mesh(ctx: Context) -> None:
-    mesh = init_device_mesh("cpu", (ctx.world // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = ctx.mesh(ctx.world // 2, 2, names=("data", "tensor"))
     tensor = mesh["tensor"]
     head = VocabParallelHead(H, V, tensor)
     assert head.weight.device_mesh is tensor

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from flce_dist import VocabParallelHead
 from flce_dist.attach import attach_loss
@@ -135,6 +136,36 @@ def test_replicas_of_a_moved_or_copied_head_still_average(workers: Pool) -> None
             assert gradient.any()
 
 
+def other_ways(ctx: Context, replicas: int, ways: tuple[str, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of a shard and of the embedding: plainly, with recomputation of the whole forward, and compiled."""
+    ids, target = batch(0, 0, ctx.rank)
+    found = []
+    for way in ("plain", *ways):
+        model = Model()
+        shard_head(model, "lm_head", mesh_of(ctx, replicas))
+        if way == "compile":
+            loss = torch.compile(model, backend="aot_eager", fullgraph=replicas == 1)(ids, target)
+        elif way == "plain":
+            loss = model(ids, target)
+        else:
+            dummy = torch.zeros((), requires_grad=True)  # reentrant recomputation wants an input that requires grad
+            loss = checkpoint(lambda _, m=model: m(ids, target), dummy, use_reentrant=way == "reentrant")
+        loss.backward()
+        found.append((model.lm_head.weight.grad.to_local(), model.embedding.weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "ways", [("reentrant", "recompute"), pytest.param(("compile",), marks=pytest.mark.exhaustive)], ids=str
+)
+def test_recomputed_and_compiled_models(replicas: int, ways: tuple[str, ...], workers: Pool) -> None:
+    for found in workers.run(2, other_ways, replicas, ways, timeout=200):
+        for shard, embedding in found[1:]:
+            assert_close(shard, found[0][0], 1e-12, "weight gradient")
+            assert_close(embedding, found[0][1], 1e-12, "embedding gradient")
+
+
 def evaluate(ctx: Context) -> tuple[float, bool]:
     model = Model()
     head = shard_head(model, "lm_head", mesh_of(ctx, 1))
@@ -189,7 +220,7 @@ def test_the_clipping_of_fsdp1_fails_on_all_ranks(original: bool, workers: Pool)
 
 
 def several_meshes(ctx: Context, max_norm: float, norm_type: float) -> tuple[float, Tensor]:
-    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("a", "b"))
+    mesh = ctx.mesh(2, 2, names=("a", "b"))
     model = nn.ParameterList(torch.zeros(4) for _ in range(4))
     places = [None, (mesh["a"], [Shard(0)]), (mesh["b"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])]
     for index, place in enumerate(places):
@@ -274,3 +305,35 @@ def options_stay(ctx: Context) -> tuple[bool, float | None, list[str], list[str]
 def test_an_unsharded_head_keeps_its_options(workers: Pool) -> None:
     ignored = ["lm_head.bias", "lm_head.weight", "norm.bias"]
     assert workers.run(2, options_stay) == [(True, 5.0, 0.2, ignored)] * 2
+
+
+def causal_lm(ctx: Context) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Stock loss of this rank's batch; the loss and gradients of the same model with a never-gathered head."""
+    from flce_dist.integrations.transformers import apply
+    from tests.kit.causal_lm import VOCAB, tiny, whole
+
+    mesh, model = mesh_of(ctx, 1), tiny(tie_word_embeddings=False)
+    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(ctx.rank))
+    stock = model(input_ids=ids, labels=ids).loss
+    head = shard_head(model, "lm_head", mesh)
+    apply(model)
+    fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return stock.detach(), loss.detach(), {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def test_a_causal_lm_of_transformers(workers: Pool) -> None:
+    pytest.importorskip("transformers", reason="needs the [train] extra")
+    from tests.kit.causal_lm import VOCAB, tiny
+
+    model = tiny(tie_word_embeddings=False)
+    ids = torch.cat([torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(rank)) for rank in range(3)])
+    model(input_ids=ids, labels=ids).loss.backward()
+    results = workers.run(3, causal_lm)
+    stock = torch.stack([stock for stock, _, _ in results]).mean()
+    for _, loss, gradients in results:
+        torch.testing.assert_close(loss, stock)
+        assert len(gradients) == len(list(model.parameters()))
+        for name, parameter in model.named_parameters():
+            assert_close(gradients[name], parameter.grad, 1e-5, name)

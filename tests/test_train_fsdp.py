@@ -151,6 +151,12 @@ def test_bfloat16_stays_near_one_process(mode: str, four: FourRanks, place: Work
     assert_same_curve(run, place.folder / "one_rank_bf16", 1e-2, steps=STEPS)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_all_ranks_or_none_share_the_vocabulary(size: int, four: FourRanks, one_rank: Path) -> None:
+    overrides = ("parallel.mode=fsdp+tensor", f"parallel.tensor_size={size}", "output.export=true")
+    assert_same_curve(four.train(f"tensor_size_{size}", *overrides), one_rank, 1e-5, steps=STEPS)
+
+
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp_tensor"])
 def test_full_logits_train_as_in_one_process(mode: str, four: FourRanks, one_rank: Path) -> None:
     assert_same_curve(four.train(f"{mode}_full", *MODES[mode], "loss=torch"), one_rank, 1e-5, steps=STEPS)
@@ -192,8 +198,7 @@ def test_torchrun_starts_it(place: Workplace, one_rank: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("mode", "dtype"), [*((mode, "float32") for mode in MODES), ("never_gathered", "bfloat16")])
 def test_gpus_train_as_the_cpu_does(mode: str, dtype: str, place: Workplace) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices: `pytest -m gpu` on a machine that has them runs it")

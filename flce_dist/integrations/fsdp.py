@@ -6,6 +6,7 @@ forward, where FSDP has gathered the weight, and FSDP's hooks see the gradient.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -99,9 +100,9 @@ def _local_arguments(mesh: DeviceMesh, layout: Placement) -> Callable[..., Any]:
     dim = layout.dim if isinstance(layout, Shard) else None
 
     def hook(head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]] | None:
-        if len(args) > 2:
-            return None  # the forward says that it takes no more
         call = dict(zip(("hidden", "target"), args, strict=False)) | kwargs
+        if len(args) > 2 or "hidden" not in call:
+            return None  # the forward says what it takes
         hidden, target = call["hidden"], call.get("target")
         if isinstance(hidden, DTensor) and hidden.placements != (layout,):
             raise ValueError(
@@ -116,7 +117,9 @@ def _local_arguments(mesh: DeviceMesh, layout: Placement) -> Callable[..., Any]:
                 raise ValueError(
                     f"input_layouts={layout} needs a target of more than {dim} dimensions, got {target.dim()}"
                 )
-            call["max_tokens"] = target.numel() // max(target.shape[dim], 1) * -(-target.shape[dim] // mesh.size())
+            longest = target.numel() // max(target.shape[dim], 1) * -(-target.shape[dim] // mesh.size())
+            # A graph with dynamic shapes has to know this number: the loss takes it as a constant.
+            call["max_tokens"] = operator.index(longest)
             for name in _PER_TOKEN:
                 if isinstance(call.get(name), Tensor):
                     call[name] = _part(call[name], mesh, layout)

@@ -24,6 +24,7 @@ from .parallel import Ranks
 from .schema import ConfigError
 
 _NAME = re.compile(r"step-(\d{8})")
+_LAST = (".metadata", "latest")  # written at the end, by torch.distributed.checkpoint and by DeepSpeed
 # Flat optimizer keys name the parameter, not its place in a group: groups differ with the number of ranks.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # What must not change between the parts of one run; other sections (optimizer, loss, ranks, length) may.
@@ -35,7 +36,8 @@ def complete(folder: Path) -> list[Path]:
     """The complete checkpoints under `folder`, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / ".metadata").is_file())
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(path for path in named if any((path / last).is_file() for last in _LAST))
 
 
 def step_of(path: Path) -> int:
@@ -60,10 +62,8 @@ class Checkpoints:
                 shutil.rmtree(left_by_a_kill)
             work.mkdir(parents=True)
         self.ranks.gather(None)
-        weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-        state = {"model": weights, "optimizer": moments, f"rng_{self.ranks.rank}_of_{self.ranks.size}": rng_state()}
-        with _quiet_when_alone():
-            dcp.save(state, checkpoint_id=work)
+        self.write(work, model, optimizer)
+        self.ranks.gather(None)
         if self.ranks.is_main:
             shutil.rmtree(final, ignore_errors=True)
             work.rename(final)
@@ -71,6 +71,12 @@ class Checkpoints:
                 shutil.rmtree(old)
         self.ranks.gather(None)
         return final
+
+    def write(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
+        state = {"model": weights, "optimizer": moments, f"rng_{self.ranks.rank}_of_{self.ranks.size}": rng_state()}
+        with _quiet_when_alone():
+            dcp.save(state, checkpoint_id=folder)
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the state of `path` into model, optimizer and random generators.

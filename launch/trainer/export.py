@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from .model import LanguageModel
 from .parallel import Ranks
 
 
 @torch.no_grad()
-def save_pretrained(model: LanguageModel, tokenizer_folder: Path, folder: Path, ranks: Ranks) -> Path:
+def save_pretrained(
+    model: LanguageModel, whole_state: Iterable[tuple[str, Tensor]], tokenizer_folder: Path, folder: Path, ranks: Ranks
+) -> Path:
     """Write safetensors, config and tokenizer for `AutoModelForCausalLM.from_pretrained(folder)`.
 
-    Called by all ranks: a sharded weight is gathered from all of them (one all-gather each) and written by rank 0.
+    Called by all ranks, because sharded tensors are gathered while `whole_state` is read; rank 0 writes them.
     """
     state = {}
-    for name, tensor in model.causal_lm.state_dict().items():
-        # A copy: with uneven shards the whole is a view of a larger buffer, which safetensors refuses to write.
-        whole = tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor
+    for name, tensor in whole_state:
         if ranks.is_main:
-            state[name] = whole.cpu()
+            state[name] = tensor.cpu()
     if ranks.is_main:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tokenizer_folder, folder)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from flce_dist import LossOptions, VocabShard
+from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_accumulation
 from flce_dist.integrations.transformers import apply
@@ -95,6 +95,8 @@ def give_loss(
         return
     options = loss_options(config.loss)
     _check_loss(options, DTYPES[config.train.dtype], device)
+    if config.parallel.mode == "deepspeed":  # its engine gives the loss, once it has placed the head
+        return
     # Only what the user wrote: a default given by name would override what the model's own config asks for.
     given = {name: getattr(options, name) for name in config.loss if name != "type"}
     try:
@@ -175,20 +177,19 @@ def _load(path: str) -> transformers.PreTrainedModel:
 def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str, int]:
     """For the summary: the sizes of the full logits of `tokens` tokens, and of the fused loss's buffer."""
     head: Any = model.head
-    vocab_size = head.weight.shape[0]
-    if not isinstance(config.loss, Mapping):
-        return {"tokens": tokens, "vocab_size": vocab_size}
-    options = loss_options(config.loss)
-    dtype = options.logits_dtype or DTYPES[config.train.dtype]
-    group = getattr(head, "group", None)
+    facts = {"tokens": tokens, "vocab_size": model.causal_lm.config.get_text_config().vocab_size}
+    if config.loss == "torch":
+        return facts
+    if isinstance(head, VocabParallelHead):
+        group, layout, options = head.group, head.hidden_layout, head.options
+    else:  # an nn.Linear, or DeepSpeed's
+        arguments = head._flce_loss.arguments
+        group, layout = arguments["group"], arguments["hidden_layout"]
+        options = LossOptions(**{name: arguments[name] for name in LossOptions.__annotations__ if name in arguments})
+    wide = head.weight.dtype == torch.float32
+    dtype = options.logits_dtype or (DTYPES[config.train.dtype] if wide else head.weight.dtype)
     ranks = dist.get_world_size(group) if group is not None else 1
-    columns = VocabShard.even(vocab_size, 0, ranks).num_columns
-    loop_tokens = tokens * ranks if getattr(head, "hidden_layout", None) == "sharded" else tokens
-    return {
-        "tokens": tokens,
-        "loop_tokens": loop_tokens,
-        "vocab_size": vocab_size,
-        "chunk_rows": chunk_rows(loop_tokens, columns, dtype.itemsize, options.budget_bytes, options.chunk_rows),
-        "columns": columns,
-        "itemsize": dtype.itemsize,
-    }
+    columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
+    loop_tokens = tokens * ranks if layout == "sharded" else tokens
+    rows = chunk_rows(loop_tokens, columns, dtype.itemsize, options.budget_bytes, options.chunk_rows)
+    return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": dtype.itemsize}

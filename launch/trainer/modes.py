@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from .deepspeed import DeepSpeed
 from .fsdp import FullySharded, FullyShardedTensorParallel
 from .parallel import DataParallel, ParallelMode, Ranks, TensorParallel
 from .schema import Config, ConfigError
@@ -13,6 +14,7 @@ MODES: dict[str, type[ParallelMode]] = {
     "data": DataParallel,
     "fsdp": FullySharded,
     "fsdp+tensor": FullyShardedTensorParallel,
+    "deepspeed": DeepSpeed,
 }
 
 
@@ -23,6 +25,8 @@ def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
         close = difflib.get_close_matches(name, MODES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError("parallel.mode", f"expects {' or '.join(MODES)}, got {name!r}{hint}")
+    if (name == "deepspeed") != (config.parallel.deepspeed is not None):
+        raise ConfigError("parallel.deepspeed", "a DeepSpeed configuration goes with parallel.mode deepspeed")
     mode = MODES[name](ranks, config)
     parts = mode.data_ranks * config.train.accumulation
     if config.train.batch_size % parts:

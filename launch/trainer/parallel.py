@@ -8,11 +8,13 @@ in `fsdp.py`, and their names in `modes.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from flce_dist import count_valid_tokens
+from flce_dist.clip import clip_grad_norm_
 
+from .optim import make_optimizer
 from .schema import Config, ConfigError
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoints
     from .model import LanguageModel
 
 
@@ -45,7 +50,7 @@ class Ranks:
 
     @classmethod
     def start(cls) -> Ranks:
-        """Join the processes that torchrun started; one started by plain python is alone and needs no group.
+        """Join the processes that a launcher started; one started by plain python is alone and needs no group.
 
         CPU tensors go through gloo and, where there are GPUs, CUDA tensors through NCCL, so that messages between
         the hosts (errors, file names) never need a device.
@@ -53,7 +58,10 @@ class Ranks:
         if "RANK" not in os.environ:
             return cls(0, 1, 0, 1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        local_rank, local_size = (
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"]),
+        )
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, local_size)
 
     @property
@@ -176,6 +184,34 @@ class ParallelMode:
         if last or not isinstance(wrapped, DistributedDataParallel):
             return contextlib.nullcontext()
         return wrapped.no_sync()
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the wrapped model."""
+        return make_optimizer(model, self.config.optimizer)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-step."""
+        loss.backward()
+
+    def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        """One optimizer step, after the backward passes of all micro-steps. Returns the norm of the gradients, 0-d."""
+        most = self.config.optimizer.max_grad_norm
+        norm = clip_grad_norm_(model, math.inf if most is None else most)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def whole_state(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the model's state dict, whole, one after the other (one all-gather for each sharded one).
+        Rank 0 gets them all."""
+        for name, tensor in model.causal_lm.state_dict().items():
+            # A copy: with uneven shards the whole is a view of a larger buffer, which safetensors refuses to write.
+            yield name, tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor
+
+    def make_checkpoints(self, folder: Path) -> Checkpoints:
+        from .checkpoint import Checkpoints  # which imports Ranks from here
+
+        return Checkpoints(folder, self.config.checkpoint.keep, self.ranks)
 
 
 class TensorParallel(ParallelMode):

@@ -123,6 +123,7 @@ class ParallelConfig:
     mode: str = "tensor"
     tensor_size: int | None = number(None, least=1)
     head: Literal["gathered", "sharded"] | None = None
+    deepspeed: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

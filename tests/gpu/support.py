@@ -114,27 +114,27 @@ def worker_device(ctx: Context) -> torch.device:
 
 
 class DevicePool(Pool):
-    """The kit's pool with two ranks that have a GPU each and talk over NCCL (or over gloo, for a CPU)."""
+    """The kit's pool with ranks that have a GPU each and talk over NCCL (or over gloo, for a CPU)."""
 
-    def __init__(self, backend: str = "nccl", env: Mapping[str, str] | None = None) -> None:
-        super().__init__(env)
+    def __init__(self, backend: str = "nccl", env: Mapping[str, str] | None = None, size: int = NUM_WORKERS) -> None:
+        super().__init__(env, size)
         self._backend = backend
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
         context = workers.multiprocessing.get_context("spawn")
-        for rank in range(NUM_WORKERS):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self._folder.name, self._backend, self._env, theirs)
+            arguments = (rank, self._size, self._folder.name, self._backend, self._env, theirs)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        self._collect(NUM_WORKERS, _work, time.monotonic() + workers.START_TIMEOUT_S, "start", {})
+        self._collect(self._size, _work, time.monotonic() + workers.START_TIMEOUT_S, "start", {})
 
 
-def _work(rank: int, folder: str, backend: str, env: Mapping[str, str], connection: Any) -> None:
+def _work(rank: int, size: int, folder: str, backend: str, env: Mapping[str, str], connection: Any) -> None:
     os.environ.update(env, GLOO_SOCKET_IFNAME="lo")
     workers._exit_when_orphaned()
     stack = open(workers._stack_path(folder, rank), "w")  # noqa: SIM115
@@ -144,9 +144,10 @@ def _work(rank: int, folder: str, backend: str, env: Mapping[str, str], connecti
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    store = dist.FileStore(os.path.join(folder, "store"), NUM_WORKERS)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=NUM_WORKERS, device_id=device)
-    groups = {(0, 1): dist.new_group([0, 1])}
+    store = dist.FileStore(os.path.join(folder, "store"), size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    ranks = tuple(range(size))
+    groups = {ranks: dist.new_group(list(ranks))}
     connection.send_bytes(pickle.dumps(True))
     while True:
         try:
@@ -154,7 +155,7 @@ def _work(rank: int, folder: str, backend: str, env: Mapping[str, str], connecti
         except EOFError:
             # As in the kit's workers: no destructors of process groups.
             os._exit(0)
-        context = Context(rank, world, groups[0, 1], groups)
+        context = Context(rank, world, groups[ranks], groups)
         connection.send_bytes(workers._outcome(fn, context, args))
         connection.send_bytes(pickle.dumps(_in_step(number, context)))
 

@@ -129,9 +129,8 @@ def synchronised(wrapped: nn.Module, head: NeverGatheredHead, wanted: bool) -> I
 
 def mesh_of(ctx: Context, replicas: int) -> DeviceMesh:
     if replicas == 1:
-        return DeviceMesh.from_group(ctx.group, "cpu", mesh_dim_names=("shard",))
-    ranks = torch.arange(ctx.world).reshape(replicas, -1)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+        return ctx.mesh(ctx.world, names=("shard",))
+    return ctx.mesh(replicas, ctx.world // replicas, names=("replicate", "shard"))
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -31,14 +31,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from flce_dist import VocabParallelHead, VocabShard, count_valid_tokens
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
+from tests.kit.tail_model import H, Model
 from tests.kit.workers import Context
 
-H, WIDE, BATCH, LENGTH = 16, 32, 2, 8
+BATCH, LENGTH = 2, 8
 STEPS, RATE = 3, 0.5
 IGNORED = -100
 BFLOAT16 = torch.bfloat16
@@ -83,42 +83,6 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Several chunks, so that a gather for each would be seen."""
         return {"chunk_rows": 5}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(H)
-        self.up, self.down = nn.Linear(H, WIDE, bias=False), nn.Linear(WIDE, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Tail(nn.Module):
-    checkpointed = False
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(H), head
-
-    def forward(self, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self.head, self.norm(x), *arguments, **keywords, use_reentrant=False)
-        return self.head(self.norm(x), *arguments, **keywords)
-
-
-class Model(nn.Module):
-    """Embedding, two blocks without mixing of tokens, and a tail of norm and head."""
-
-    def __init__(self, vocab_size: int, head: nn.Module) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, H)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.tail = Tail(head)
-
-    def forward(self, ids: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        return self.tail(self.blocks(self.embed(ids)), *arguments, **keywords)
 
 
 def make_model(cell: Cell) -> Model:
@@ -176,14 +140,23 @@ def reference(cell: Cell, dtype: torch.dtype = torch.float32) -> Run:
     return Run(losses, {name: p.detach() for name, p in model.named_parameters()})
 
 
+def device_of(ctx: Context) -> torch.device:
+    """The GPU of a rank whose group has one, else the CPU."""
+    gloo = torch.distributed.get_backend(ctx.group) == "gloo"
+    return torch.device("cpu") if gloo else torch.device("cuda", ctx.rank)
+
+
 def mesh_of(cell: Cell, ctx: Context) -> DeviceMesh:
     """Of the pool's groups: one dimension, or two with `cell.row` neighbours in the inner one."""
+    device = device_of(ctx).type
     names = {"2d": ("dp", "tp"), "hsdp1": ("replicate", "shard"), "hsdp2": ("replicate", "shard")}.get(cell.framework)
     if names is None:
-        return DeviceMesh.from_group(ctx.group, "cpu", mesh_dim_names=("tp" if cell.framework == "tp" else "dp",))
+        return DeviceMesh.from_group(ctx.group, device, mesh_dim_names=("tp" if cell.framework == "tp" else "dp",))
     ranks = torch.arange(ctx.world).reshape(-1, cell.row)
     column, row = (tuple(r.tolist()) for r in (ranks[:, ctx.rank % cell.row], ranks[ctx.rank // cell.row]))
-    return DeviceMesh.from_group([ctx.groups[column], ctx.groups[row]], "cpu", mesh=ranks, mesh_dim_names=names)
+    if column not in ctx.groups or row not in ctx.groups:
+        return DeviceMesh(device, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group([ctx.groups[column], ctx.groups[row]], device, mesh=ranks, mesh_dim_names=names)
 
 
 def tensor_plan(cell: Cell) -> dict[str, Any]:
@@ -207,6 +180,7 @@ def tensor_plan(cell: Cell) -> dict[str, Any]:
 
 
 def wrap(cell: Cell, ctx: Context, model: Model) -> nn.Module:
+    model = model.to(device_of(ctx))
     if cell.head == "linear" and cell.framework not in ("2d", "tp"):
         attach_loss(model.tail.head, **cell.options)
     return wrap_fsdp1(cell, ctx, model) if cell.framework.endswith("1") else wrap_fsdp2(cell, ctx, model)
@@ -231,7 +205,7 @@ def wrap_fsdp1(cell: Cell, ctx: Context, model: Model) -> nn.Module:
         mixed_precision=mixed,
         use_orig_params=cell.flag,
         cpu_offload=CPUOffload(cell.offload),
-        device_id=torch.device("cpu"),
+        device_id=device_of(ctx),
     )
 
 
@@ -247,7 +221,7 @@ def wrap_fsdp2(cell: Cell, ctx: Context, model: Model) -> nn.Module:
     policy = MixedPrecisionPolicy(BFLOAT16, torch.float32) if cell.dtype == BFLOAT16 else MixedPrecisionPolicy()
     keywords: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": cell.flag}
     if cell.offload:
-        keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for block in model.blocks:
         fully_shard(block, **keywords)
     tail = model.tail
@@ -260,9 +234,9 @@ def wrap_fsdp2(cell: Cell, ctx: Context, model: Model) -> nn.Module:
 
 
 def data_group(cell: Cell, ctx: Context) -> Any:
-    """The ranks with batches of their own."""
-    if cell.framework == "tp":
-        return ctx.groups[(ctx.rank,)]
+    """The ranks with batches of their own; None if all see one batch."""
+    if cell.tensor_ranks == ctx.world:
+        return None
     return mesh_of(cell, ctx).get_group("dp") if cell.framework == "2d" else ctx.group
 
 
@@ -293,10 +267,11 @@ def train(ctx: Context, cell: Cell, change: Callable[[Any], None] | None = None)
 
 
 def train_step(ctx: Context, cell: Cell, model: nn.Module, optimizer: Any, step: int, group: Any) -> float:
-    data_rank = ctx.rank // cell.tensor_ranks
+    data_rank, device = ctx.rank // cell.tensor_ranks, device_of(ctx)
     batches = [make_batch(cell, step * cell.micro_steps + i, data_rank) for i in range(cell.micro_steps)]
+    batches = [(ids.to(device), target.to(device)) for ids, target in batches]
     num_valid = count_valid_tokens(torch.cat([target for _, target in batches]), group=group)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device)
     for i, (ids, target) in enumerate(batches):
         with synchronised(model, last=i == cell.micro_steps - 1):
             loss = model(ids, target, normalizer=num_valid)
@@ -304,16 +279,17 @@ def train_step(ctx: Context, cell: Cell, model: nn.Module, optimizer: Any, step:
         total += loss.detach()
     optimizer.step()
     optimizer.zero_grad()
-    torch.distributed.all_reduce(total, group=group)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
     return total.item()
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, FSDP):
-        return {name: full(p).detach() for name, p in model.named_parameters()}
+        return {name: full(p).detach().cpu() for name, p in model.named_parameters()}
     with FSDP.summon_full_params(model):
         names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-        return {name: p.detach().clone() for name, p in zip(names, model.parameters(), strict=True)}
+        return {name: p.detach().to("cpu", copy=True) for name, p in zip(names, model.parameters(), strict=True)}
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -10,12 +10,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import train
+from trainer.config import load_config
+from trainer.data import PackedSequences, evaluation_batches
 from trainer.report import read_metrics
+from trainer.tokens import open_tokens, prepare_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"
@@ -130,3 +134,16 @@ def assert_same_curve(run: Path, reference: Path, bound: float, steps: int = STE
         worst = max(one, key=lambda step: abs(one[step] - other[step]))
         assert abs(one[worst] - other[worst]) <= bound, (name, worst, one[worst], other[worst])
     assert list(curve(run)) == list(range(1, steps + 1))
+
+
+def held_out_loss(run: Path, model: Any) -> float:
+    """What a model of transformers loses on the run's held-out text, by full logits."""
+    config = load_config(str(run / "config.yaml"))
+    tokens = open_tokens(prepare_tokens(config), config)
+    held_out = PackedSequences(tokens.evaluation, config.data.sequence_length, tokens.separator, -100)
+    total, count = 0.0, 0
+    for inputs, targets in evaluation_batches(held_out, config.train.eval_sequences, 3, 0, 1):
+        logits = model(input_ids=inputs).logits
+        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += int((targets != -100).sum())
+    return total / count

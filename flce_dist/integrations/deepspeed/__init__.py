@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...attach import attach_loss
-from .heads import find_head, full_head, layout_of, mark_tensor_parallel, shard_head
+from .heads import export_whole_head, find_head, full_head, layout_of, mark_tensor_parallel, shard_head
 from .section import Section, SectionWarning, json_schema, load_config, read_section
 
 __all__ = [
@@ -90,6 +90,8 @@ def attach(engine: Any) -> nn.Module | None:
         _apply_to_causal_lm(model, section, layout.group, arguments)
     else:
         attach_loss(head, layout.group, **arguments)
+    if section.vocab_parallel == "data":
+        export_whole_head(engine)
     return head
 
 

@@ -228,3 +228,17 @@ def full_head(engine: Any) -> dict[str, Tensor]:
             local = torch.cat(parts)[: layout.vocab_shard.vocab_size]
         full[f"{name}.{key}" if name else key] = local
     return full
+
+
+def export_whole_head(engine: Any) -> None:
+    """Lets the engine's consolidated state dict, from which `save_16bit_model`, accelerate and the transformers Trainer
+    write a model, hold the whole head; DeepSpeed's own would hold rank 0's rows."""
+    consolidate = engine._zero3_consolidated_16bit_state_dict
+
+    def with_whole_head(*args: Any, **kwargs: Any) -> dict[str, Tensor] | None:
+        state, head = consolidate(*args, **kwargs), full_head(engine)
+        if state is not None:
+            state |= {name: tensor.cpu() for name, tensor in head.items()}
+        return state
+
+    engine._zero3_consolidated_16bit_state_dict = with_whole_head

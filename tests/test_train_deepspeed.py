@@ -1,0 +1,174 @@
+"""The trainer through DeepSpeed engines: each of our configurations trains as one process does, resumes, exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
+pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+
+import train
+from tests.kit.engines import deepspeed_ready
+from tests.kit.runs import ROOT, TRAIN, Processes, Workplace, assert_same_curve, curve, held_out_loss
+from tests.kit.workers import Context, Pool
+from trainer.parallel import Ranks, SetupError
+from trainer.setup import prepare
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 12
+COMMON = (f"train.steps={STEPS}", "train.batch_size=8", "train.eval_every=6")
+CONFIGS = sorted(path.stem for path in (ROOT / "configs" / "deepspeed").glob("*.json") if path.suffixes == [".json"])
+Engines = Callable[[int], Pool]
+
+
+def run(ctx: Context, arguments: list[str]) -> None:
+    """A run as `train.main` makes it, by ranks that exist already."""
+    with deepspeed_ready(ctx):
+        ranks = Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world)
+        setup = prepare(arguments[1], arguments[2:], ranks)
+        trainer = train.Trainer(setup, ranks)
+        trainer.fit()
+        trainer.finish()
+        ranks.gather(None)
+        trainer.setup.mode.engine.destroy()  # type: ignore[attr-defined]
+
+
+def file_of(name: str) -> tuple[str, ...]:
+    return "parallel.mode=deepspeed", f"parallel.deepspeed={ROOT / 'configs' / 'deepspeed' / f'{name}.json'}"
+
+
+class Runs:
+    """Runs on two ranks, each made once for all tests."""
+
+    def __init__(self, place: Workplace, engines: Engines):
+        self.place, self.engines = place, engines
+
+    def train(self, name: str, *overrides: str, ranks: int = 2) -> Path:
+        self.engines(ranks).run(ranks, run, self.place.arguments(name, *COMMON, *overrides), timeout=60)
+        return self.place.folder / name
+
+    def full(self, config: str) -> Path:
+        """With accumulation, checkpoints and an export."""
+        folder = self.place.folder / config
+        if not folder.exists():
+            self.train(config, *file_of(config), "train.accumulation=2", "checkpoint.every=6", "output.export=true")
+        return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("deepspeed"))
+
+
+@pytest.fixture(scope="module")
+def runs(place: Workplace, engine_workers: Engines) -> Runs:
+    return Runs(place, engine_workers)
+
+
+@pytest.fixture(scope="module")
+def one_rank(place: Workplace) -> Path:
+    return place.here("one_rank", *COMMON)
+
+
+def test_there_are_configurations() -> None:
+    assert CONFIGS == ["autotp", "zero1", "zero2", "zero3", "zero3_never_gathered", "zero3_offload"]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_trains_as_one_process_does(config: str, runs: Runs, one_rank: Path) -> None:
+    assert_same_curve(runs.full(config), one_rank, 1e-5, steps=STEPS)
+    losses = curve(one_rank)
+    assert losses[STEPS] < losses[1] - 0.03
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_resumes_exactly(config: str, runs: Runs) -> None:
+    before, name = runs.full(config), f"{config}_again"
+    after = runs.place.folder / name
+    shutil.copytree(before, after)
+    shutil.rmtree(after / "checkpoints" / f"step-{STEPS:08d}")
+    runs.train(name, *file_of(config), "train.accumulation=2", "checkpoint.resume=true")
+    assert_same_curve(after, before, 0.0, steps=STEPS)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_export_holds_the_trained_model(config: str, runs: Runs, one_rank: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_folder = runs.full(config)
+    model = AutoModelForCausalLM.from_pretrained(run_folder / "model")
+    assert held_out_loss(run_folder, model) == pytest.approx(curve(run_folder, "eval_loss")[STEPS], abs=1e-5)
+
+
+def test_full_logits_through_the_engine(runs: Runs, one_rank: Path) -> None:
+    run_folder = runs.train("torch", *file_of("zero3"), "loss=torch", "train.accumulation=2")
+    assert_same_curve(run_folder, one_rank, 1e-5, steps=STEPS)
+
+
+def test_four_ranks_two_of_them_tensor_parallel(runs: Runs, one_rank: Path) -> None:
+    assert_same_curve(runs.train("autotp_four", *file_of("autotp"), ranks=4), one_rank, 1e-5, steps=STEPS)
+
+
+@pytest.mark.parametrize("config", ["zero2", "zero3_never_gathered"])
+def test_bfloat16_stays_near_one_process(config: str, runs: Runs, one_rank: Path) -> None:
+    losses = curve(runs.train(f"{config}_bf16", *file_of(config), "train.dtype=bfloat16"))
+    assert all(abs(losses[step] - loss) < 0.02 for step, loss in curve(one_rank).items())
+
+
+def _refused(ctx: Context, arguments: list[str]) -> None:
+    with deepspeed_ready(ctx):
+        prepare(arguments[1], arguments[2:], Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"flce_dist": {"smoothing": 1}}, "flce_dist.smoothing: unknown key"),
+        ({"flce_dist": {"vocab_parallel": "data"}, "zero_optimization": {"stage": 1}}, "flce_dist.vocab_parallel: "),
+        ({"train_batch_size": 16}, "train_batch_size: 16, but 8 by train.batch_size"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer: the trainer has it"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 1, 2 or 3"),
+        ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size 3 does not divide 2 ranks"),
+        ({"flce_dist": {}, "loss": {"type": "flce_dist"}}, "flce_dist: the configuration has the section twice"),
+    ],
+    ids=str,
+)
+def test_refused_before_training(values: dict[str, Any], message: str, runs: Runs, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}} | values))
+    arguments = runs.place.arguments("refused", *COMMON, "parallel.mode=deepspeed", f"parallel.deepspeed={path}")
+    for outcome in runs.engines(2).outcomes(2, _refused, arguments):
+        assert outcome.error is not None
+        assert SetupError.__name__ in outcome.error.classes
+        assert outcome.error.message.startswith(f"parallel.deepspeed: {path}: {message}")
+    assert not (runs.place.folder / "refused").exists()
+
+
+def test_mode_and_file_go_together(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    for override in ("parallel.mode=deepspeed", "parallel.deepspeed=zero3.json"):
+        assert train.main(place.arguments("refused", override)) == 2
+        assert capsys.readouterr().err.startswith("train.py: parallel.deepspeed: a DeepSpeed configuration goes with")
+    assert train.main([*place.arguments("refused"), "--deepspeed", "gone.json"]) == 2
+    assert "parallel.deepspeed: gone.json: Expected a string path to an existing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_launchers(launcher: str, place: Workplace, one_rank: Path) -> None:
+    name = f"by_{launcher}"
+    arguments = [TRAIN, "--deepspeed", str(ROOT / "configs/deepspeed/zero3.json"), *place.arguments(name, *COMMON)]
+    command = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29533"],
+    }[launcher]
+    code, output = Processes(place.folder, [*command, *map(str, arguments)], [{"DS_ACCELERATOR": "cpu"}]).finish()
+    assert code == 0, output
+    assert_same_curve(place.folder / name, one_rank, 1e-5, steps=STEPS)
+    assert output.count("is deprecated") < 5
