@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+import os
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -15,7 +18,7 @@ from tests.test_checks_ranks import assert_all_raise
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
 
 from flce_dist import VocabParallelHead  # noqa: E402
-from flce_dist.integrations.transformers import apply  # noqa: E402
+from flce_dist.integrations.transformers import UnsupportedForward, apply  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
 
 SHIFTED = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:].contiguous()
@@ -48,9 +51,10 @@ def test_loss_and_all_gradients_are_the_stock_ones(kind: str, training: bool) ->
         assert_same(loss_and_grads(model, **call), stock)
 
 
-def test_shift_labels_alone_are_never_shifted_again() -> None:
-    """Field report B33. The stock model gives no loss then."""
-    model = tiny()
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_shift_labels_alone_are_never_shifted_again(training: bool) -> None:
+    """Field reports B21 and B33. The stock model gives no loss then."""
+    model = tiny().train(training)
     expected = loss_and_grads(model, shift_labels=SHIFTED)
     apply(model)
     assert_same(loss_and_grads(model, labels=None, shift_labels=SHIFTED), expected)
@@ -70,6 +74,71 @@ def test_nothing_else_of_the_model_changes() -> None:
     assert set(vars(model.lm_head)) == set(vars(stock.lm_head))
     assert not model.lm_head._forward_hooks
     assert torch.equal(model(TEXT, labels=LABELS).logits, stock(TEXT, labels=LABELS).logits)
+
+
+def test_an_image_and_text() -> None:
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    text = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=100)
+    model = transformers.LlavaForConditionalGeneration(config)
+    ids = torch.cat([torch.full((2, 4), 100), TEXT], 1)  # an image is four tokens
+    values = {
+        "input_ids": ids,
+        "labels": torch.where(ids == 100, -100, ids),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
+    expected = loss_and_grads(model, **values)
+    assert any("vision" in name for name in expected[1])
+    apply(model)
+    assert_same(loss_and_grads(model, **values), expected)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "behind"])
+def test_hooks_of_a_device_map(early: bool) -> None:
+    """accelerate puts its own forward into each module."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    model = tiny()
+    expected = loss_and_grads(model)
+    if early:
+        apply(model)
+    accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
+    if not early:
+        apply(model)
+    assert_same(loss_and_grads(model), expected)
+    assert "no logits were made" in repr(model(input_ids=TEXT, labels=LABELS).logits)
+
+
+def test_an_offloaded_head_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    model = tiny()
+    accelerate.cpu_offload(model.lm_head, torch.device("cpu"))
+    apply(model)
+    with pytest.raises(UnsupportedForward, match="offloaded"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_torch_compile() -> None:
+    model = tiny()
+    expected = loss_and_grads(model)
+    apply(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(input_ids=TEXT, labels=LABELS)  # the first call checks what comes behind the head
+        result = loss_and_grads(compiled)
+        assert_same((result[0], {name.removeprefix("_orig_mod."): g for name, g in result[1].items()}), expected)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    """Field report B35."""
+    names = ("transformers", "peft", "trl", "accelerate", "deepspeed", "triton")
+    code = f"import sys, flce_dist.integrations.transformers; print([n for n in {names} if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert run.stdout.strip() == "[]"
 
 
 def test_positional_labels_and_tuples() -> None:
