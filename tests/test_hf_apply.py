@@ -1,6 +1,7 @@
 """apply(): loss and gradients of a causal LM are the stock ones, logits are made when asked, the rest is refused."""
 
 import copy
+import functools
 import inspect
 import os
 import subprocess
@@ -180,6 +181,18 @@ def test_further_outputs_are_left_in_the_handle() -> None:
     assert handle.output.accuracy == (logits.argmax(-1) == SHIFTED)[valid].float().mean()
 
 
+def test_a_head_that_is_there_already_gets_what_the_config_says() -> None:
+    model = tiny("Gemma2", head_dim=8, final_logit_softcapping=0.05, tie_word_embeddings=False)
+    expected = loss_and_grads(model)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head)
+    logits = model(TEXT).logits
+    handle = apply(model, z_loss=0.0)
+    assert_same(loss_and_grads(model), expected)
+    handle.remove()
+    assert model.lm_head.options.softcap is None
+    assert torch.equal(model(TEXT).logits, logits)
+
+
 def test_a_copy_is_a_model_of_its_own() -> None:
     model = tiny()
     apply(model)
@@ -352,17 +365,33 @@ def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
 
 
+_make_mesh = functools.cache(torch.distributed.init_device_mesh)
+
+
 def _native(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(**sizes)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+    config, plain = DistributedConfig(**sizes), torch.distributed.init_device_mesh
+    torch.distributed.init_device_mesh = _make_mesh  # its groups stay for the session: once for each size
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=config, dtype=torch.float32
+        )
+    finally:
+        torch.distributed.init_device_mesh = plain
     apply(model)
     return loss_and_grads(model)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}, {"fsdp_size": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "tied", "softcap"])
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}, pytest.param({"fsdp_size": 4}, marks=EXHAUSTIVE)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=EXHAUSTIVE), "tied", "softcap"])
 def test_transformers_own_tensor_parallelism_and_fsdp(kind: str, sizes: dict[str, int], workers: Pool) -> None:
     name, config = KINDS[kind]
     model = tiny(name, **{**config, "num_key_value_heads": 4})
