@@ -1,7 +1,11 @@
 """apply(): loss and gradients of a causal LM are the stock ones, logits are made when asked, the rest is refused."""
 
 import copy
+import functools
 import inspect
+import os
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -15,7 +19,7 @@ from tests.test_checks_ranks import assert_all_raise
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
 
 from flce_dist import VocabParallelHead  # noqa: E402
-from flce_dist.integrations.transformers import apply  # noqa: E402
+from flce_dist.integrations.transformers import UnsupportedForward, apply  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
 
 SHIFTED = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:].contiguous()
@@ -48,9 +52,10 @@ def test_loss_and_all_gradients_are_the_stock_ones(kind: str, training: bool) ->
         assert_same(loss_and_grads(model, **call), stock)
 
 
-def test_shift_labels_alone_are_never_shifted_again() -> None:
-    """Field report B33. The stock model gives no loss then."""
-    model = tiny()
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_shift_labels_alone_are_never_shifted_again(training: bool) -> None:
+    """Field reports B21 and B33. The stock model gives no loss then."""
+    model = tiny().train(training)
     expected = loss_and_grads(model, shift_labels=SHIFTED)
     apply(model)
     assert_same(loss_and_grads(model, labels=None, shift_labels=SHIFTED), expected)
@@ -70,6 +75,71 @@ def test_nothing_else_of_the_model_changes() -> None:
     assert set(vars(model.lm_head)) == set(vars(stock.lm_head))
     assert not model.lm_head._forward_hooks
     assert torch.equal(model(TEXT, labels=LABELS).logits, stock(TEXT, labels=LABELS).logits)
+
+
+def test_an_image_and_text() -> None:
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    text = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=100)
+    model = transformers.LlavaForConditionalGeneration(config)
+    ids = torch.cat([torch.full((2, 4), 100), TEXT], 1)  # an image is four tokens
+    values = {
+        "input_ids": ids,
+        "labels": torch.where(ids == 100, -100, ids),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }
+    expected = loss_and_grads(model, **values)
+    assert any("vision" in name for name in expected[1])
+    apply(model)
+    assert_same(loss_and_grads(model, **values), expected)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "behind"])
+def test_hooks_of_a_device_map(early: bool) -> None:
+    """accelerate puts its own forward into each module."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    model = tiny()
+    expected = loss_and_grads(model)
+    if early:
+        apply(model)
+    accelerate.dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
+    if not early:
+        apply(model)
+    assert_same(loss_and_grads(model), expected)
+    assert "no logits were made" in repr(model(input_ids=TEXT, labels=LABELS).logits)
+
+
+def test_an_offloaded_head_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    model = tiny()
+    accelerate.cpu_offload(model.lm_head, torch.device("cpu"))
+    apply(model)
+    with pytest.raises(UnsupportedForward, match="offloaded"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_torch_compile() -> None:
+    model = tiny()
+    expected = loss_and_grads(model)
+    apply(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        compiled(input_ids=TEXT, labels=LABELS)  # the first call checks what comes behind the head
+        result = loss_and_grads(compiled)
+        assert_same((result[0], {name.removeprefix("_orig_mod."): g for name, g in result[1].items()}), expected)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    """Field report B35."""
+    names = ("transformers", "peft", "trl", "accelerate", "deepspeed", "triton")
+    code = f"import sys, flce_dist.integrations.transformers; print([n for n in {names} if n in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert run.stdout.strip() == "[]"
 
 
 def test_positional_labels_and_tuples() -> None:
@@ -109,6 +179,18 @@ def test_further_outputs_are_left_in_the_handle() -> None:
     valid = SHIFTED != -100
     assert handle.output.num_valid == valid.sum()
     assert handle.output.accuracy == (logits.argmax(-1) == SHIFTED)[valid].float().mean()
+
+
+def test_a_head_that_is_there_already_gets_what_the_config_says() -> None:
+    model = tiny("Gemma2", head_dim=8, final_logit_softcapping=0.05, tie_word_embeddings=False)
+    expected = loss_and_grads(model)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head)
+    logits = model(TEXT).logits
+    handle = apply(model, z_loss=0.0)
+    assert_same(loss_and_grads(model), expected)
+    handle.remove()
+    assert model.lm_head.options.softcap is None
+    assert torch.equal(model(TEXT).logits, logits)
 
 
 def test_a_copy_is_a_model_of_its_own() -> None:
@@ -283,17 +365,33 @@ def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
 
 
+_make_mesh = functools.cache(torch.distributed.init_device_mesh)
+
+
 def _native(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(**sizes)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+    config, plain = DistributedConfig(**sizes), torch.distributed.init_device_mesh
+    torch.distributed.init_device_mesh = _make_mesh  # its groups stay for the session: once for each size
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=config, dtype=torch.float32
+        )
+    finally:
+        torch.distributed.init_device_mesh = plain
     apply(model)
     return loss_and_grads(model)
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}, {"fsdp_size": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "tied", "softcap"])
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}, pytest.param({"fsdp_size": 4}, marks=EXHAUSTIVE)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=EXHAUSTIVE), "tied", "softcap"])
 def test_transformers_own_tensor_parallelism_and_fsdp(kind: str, sizes: dict[str, int], workers: Pool) -> None:
     name, config = KINDS[kind]
     model = tiny(name, **{**config, "num_key_value_heads": 4})

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +36,7 @@ def _wrap(ctx: Context, model: Any, how: str, early: bool) -> tuple[Any, Any]:
             model, process_group=ctx.group, use_orig_params=True, device_id=torch.device("cpu")
         )
     else:
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = ctx.mesh(4, names=("data",))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         if how == "fsdp2 own unit":
@@ -102,7 +101,7 @@ def test_parameters_after_steps_are_those_of_one_process(how: str, early: bool, 
 
 def _counts(ctx: Context) -> None:
     model = tiny()
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mesh=ctx.mesh(4, names=("data",)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     apply(model)
     exact = model(input_ids=TEXT, labels=LABELS, num_items_in_batch=torch.tensor(1001)).loss
     assert model(input_ids=TEXT, labels=LABELS, num_items_in_batch=1001).loss == exact
@@ -140,7 +139,7 @@ def _trainer(ctx: Context, how: str) -> Any:
         )  # fmt: skip
         run.eval_dataset = run.train_dataset[:8]
         if how == "never gathered":
-            shard_head(run.model, "lm_head", init_device_mesh("cpu", (4,)))
+            shard_head(run.model, "lm_head", ctx.mesh(4, names=("data",)))
         if how != "stock":
             apply_to_trainer(run)
         run.train()

@@ -162,10 +162,10 @@ def inputs() -> Tensor:
 
 
 def loss_and_grads(model: Any) -> tuple[float, dict[str, Tensor]]:
-    """In training mode, with the same dropout each time."""
+    """In training mode, as the Trainer calls it, with the same dropout each time."""
     torch.manual_seed(1)
     model.zero_grad()
-    outputs = model(input_ids=inputs(), labels=inputs(), use_cache=False)
+    outputs = model(input_ids=inputs(), labels=inputs(), use_cache=False, num_items_in_batch=torch.tensor(17))
     outputs.loss.backward()
     return outputs.loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -250,8 +250,8 @@ def page(rows: list[Row]) -> str:
         f"{transformers.__version__} and torch {torch.__version__}.",
         "",
         "Every class that `AutoModelForCausalLM` and `AutoModelForImageTextToText` make, built from a tiny random "
-        "config in fp32, in training mode, with text alone: the loss and the gradients of all parameters after "
-        "[`apply`](transformers.md) beside the stock ones.",
+        "config in fp32, in training mode, with text alone, called as the `Trainer` calls it (`num_items_in_batch`): "
+        "the loss and the gradients of all parameters after [`apply`](transformers.md) beside the stock ones.",
         "",
         f"- **equal** ({count['equal']}): loss and all gradients agree to {TOLERANCE:g}; the largest error is "
         f"{largest:.0e}. Gradients are compared parameter by parameter, by norm.",

@@ -181,6 +181,13 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
             f"the head of {type(shared.model).__name__} was given hidden states {tuple(hidden.shape)} for labels "
             f"{tuple(call.target.shape)}: one for each token is needed"
         )
+    weight: Any = self.weight
+    if weight.is_meta:
+        raise UnsupportedForward(
+            "the head's weight is offloaded (device_map) and comes back for the stock forward only: keep the head on a "
+            "device, or call apply() before accelerate's dispatch_model()"
+        )
+    hidden = hidden.to(weight.device)  # the body's last device may be another
     normalizer = call.num_items
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.reshape(()).to(hidden.device)
