@@ -149,6 +149,12 @@ def test_positional_labels_and_tuples() -> None:
     outputs = model(TEXT, labels=LABELS, return_dict=False)
     torch.testing.assert_close(outputs[0], expected)
     assert "no logits were made" in repr(outputs[1])
+    experts = tiny("Mixtral", num_local_experts=4, output_router_logits=True)
+    stock = experts(TEXT, labels=LABELS, return_dict=False)
+    apply(experts)
+    outputs = experts(TEXT, labels=LABELS, return_dict=False)
+    torch.testing.assert_close(outputs[:2], stock[:2])
+    assert "no logits were made" in repr(outputs[2])
 
 
 def test_logits_are_made_on_demand_only() -> None:
@@ -247,8 +253,104 @@ def test_an_undeclared_change_of_the_logits_is_refused_in_the_first_step(change:
     model = tiny().train(training)
     _change_logits(model, change)
     apply(model)
-    with pytest.raises(RuntimeError, match="another way than was declared"):
+    with pytest.raises(UnsupportedForward, match="another way than was declared"):
         model(input_ids=TEXT, labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: nn.functional.leaky_relu(logits, 0.1),
+        lambda logits: logits.clamp(max=5),
+        lambda logits: logits.abs(),
+        lambda logits: logits.bfloat16() * 1.03,
+    ],
+    ids=["leaky relu", "clamp", "abs", "factor in bf16"],
+)
+def test_a_change_of_one_sign_is_refused_in_the_second_step_at_the_latest(change: Any) -> None:
+    model = tiny()
+    _change_logits(model, change)
+    apply(model)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            model(input_ids=TEXT, labels=LABELS)
+
+    with pytest.raises(UnsupportedForward, match="another way than was declared"):
+        two_steps()
+
+
+def test_what_begins_after_the_first_steps_is_refused_then() -> None:
+    model, factor = tiny(), 1.0
+    _change_logits(model, lambda logits: logits * factor)
+    apply(model)
+    for _ in range(8):
+        model(input_ids=TEXT, labels=LABELS)
+    factor = 1.001  # a temperature that is learned, say
+    with pytest.raises(UnsupportedForward, match="another way than was declared"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def _change_loss(model: Any, change: Any) -> None:
+    """As if the model's own forward did more with its loss function: change(loss function, logits, labels)."""
+    plain = type(model).loss_function.fget(model)
+
+    class Changed(type(model)):
+        @property
+        def loss_function(self) -> Any:
+            inner = self.__dict__.get("_loss_function", plain)
+            if inner is plain:
+                return plain
+            return lambda logits, labels, **kwargs: change(inner, logits, labels)
+
+        @loss_function.setter
+        def loss_function(self, value: Any) -> None:
+            self._loss_function = value
+
+    model.__class__ = Changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f, x, y: f(x, y) + 1e-4 * x.logsumexp(-1).pow(2).mean(), "adds to its loss"),
+        (lambda f, x, y: f(x, y) + f(x, y.roll(-1, 1)), "twice"),
+        (lambda f, x, y: f(x, y.roll(1, 1)), "other labels"),
+    ],
+    ids=["penalty", "two losses", "other labels"],
+)
+def test_more_than_one_loss_of_the_labels_is_refused(change: Any, message: str) -> None:
+    model = tiny()
+    _change_loss(model, change)
+    apply(model)
+    with pytest.raises(UnsupportedForward, match=message):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_labels_that_a_model_changes_in_some_batches_are_refused() -> None:
+    model, masked = tiny(), False
+    _change_loss(model, lambda f, x, y: f(x, y.masked_fill(y == y[0, 1], -100) if masked else y))
+    apply(model)
+    for _ in range(6):
+        model(input_ids=TEXT, labels=LABELS)
+    masked = True
+    with pytest.raises(UnsupportedForward, match="other labels"):
+        model(input_ids=TEXT, labels=LABELS)
+
+
+def test_models_do_not_share_a_signature() -> None:
+    model = tiny()
+    signature = inspect.signature(model.forward)
+    apply(model)
+    apply(tiny("Mamba", state_size=4))
+    assert inspect.signature(model.forward) == signature
+
+
+def test_a_pickled_model_is_refused_when_it_is_saved(tmp_path: Any) -> None:
+    model = tiny()
+    apply(model)
+    with pytest.raises(TypeError, match="state dict"):
+        torch.save(model, tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize(
@@ -283,8 +385,8 @@ def test_a_head_that_is_called_twice_is_refused() -> None:
 def test_a_head_that_is_not_called_is_refused() -> None:
     model = tiny()
     apply(model)
-    model.lm_head = nn.Linear(32, VOCAB, bias=False)
-    with pytest.raises(RuntimeError, match="did not call its head"):
+    model.resize_token_embeddings(VOCAB + 3)
+    with pytest.raises(UnsupportedForward, match="replaced since"):
         model(input_ids=TEXT, labels=LABELS)
 
 
@@ -298,6 +400,11 @@ def test_refusals_at_set_up() -> None:
     with pytest.raises(ValueError, match="remove"):
         apply(model)
     handle.remove()
+    with pytest.raises(ValueError, match="removed already"):
+        handle.remove()
+    for aux in ("accuracy", ("nope",)):
+        with pytest.raises(ValueError, match="aux must be"):
+            apply(model, aux=aux)
     with pytest.raises(TypeError, match="Linear"):
         apply(nn.Linear(2, 2))
 

@@ -127,6 +127,15 @@ def test_dft_is_token_scaling(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_metrics_that_need_logits_are_made_by_the_trainer_and_removal_undoes_all(tmp_path: Path) -> None:
+    trainer = run(tmp_path, fused=True, eval_logits=True)
+    trainer.compute_metrics = lambda prediction: {"width": prediction.predictions.shape[-1]}
+    assert trainer.evaluate()["eval_width"] == 100
+    fused = trainer.evaluate()["eval_loss"]
+    trainer.handle.remove()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(fused, rel=1e-5)
+
+
 def test_an_adapter_that_the_trainer_adds(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
     results = []

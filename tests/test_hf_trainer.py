@@ -238,13 +238,18 @@ class TestPeft:
         expected = loss_and_grads(self.wrap(tiny(), **values))
         model = tiny()
         if order == "apply first":
-            apply(model)
+            handle = apply(model)
         wrapped = self.wrap(model, **values)
         if order == "apply last":
-            apply(wrapped)
+            handle = apply(wrapped)
         result = loss_and_grads(wrapped)
         assert_same(result, expected)
         assert any("lm_head" in name for name in result[1]) == ("modules_to_save" in values)
+        logits = wrapped(input_ids=TEXT, labels=LABELS).logits
+        assert "no logits were made" in repr(logits)
+        handle.remove()
+        assert_same(loss_and_grads(wrapped), expected)
+        apply(wrapped)
         assert "no logits were made" in repr(wrapped(input_ids=TEXT, labels=LABELS).logits)
 
     def test_a_saved_head_and_its_original(self) -> None:

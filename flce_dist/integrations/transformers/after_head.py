@@ -25,10 +25,9 @@ class AfterHead:
     scale: float
     softcap: float | None
 
-    @property
-    def probe(self) -> float:
+    def probe(self, sign: int) -> float:
         """A value at which another scale or softcap would show: where tanh bends, or large."""
-        return 1024.0 if self.softcap is None else self.softcap / (2 * self.scale)
+        return sign * (1024.0 if self.softcap is None else self.softcap / (2 * self.scale))
 
     def __call__(self, value: float) -> float:
         scaled = self.scale * value

@@ -6,9 +6,9 @@ the logits; and `model.loss_function`, to which the model hands those, returns i
 head module returned, which is what those frameworks need.
 
 What the model does with logits in between (softcap, factors) happens to that tensor too. So its value is not the loss
-but a probe: in the first step of training and of evaluation the value that arrives at the loss function is compared
-with what the declared transformation makes of the probe. The gradient of the loss flows through the tensor; its value
-travels beside it.
+but a probe, of one sign in one call and of the other in the next: the value that arrives at the loss function is
+compared with what the declared transformation makes of the probe. The gradient of the loss flows through the tensor;
+its value travels beside it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from ...api import LossOutput
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
+from .verify import HOST_CHECKS, UnsupportedForward, check_after_head, check_labels, check_other_uses
 
 ATTRIBUTE = "_flce_fused_loss"
-
-
-class UnsupportedForward(RuntimeError):
-    """The model's forward did what a loss that is computed in its head cannot follow."""
+_SHARED_WITH_COPIES = ("signature", "output", "target", "on_remove")
 
 
 @dataclass
@@ -44,11 +42,17 @@ class _Call:
     num_items: Tensor | float | None
     keep: int | Tensor
     """`logits_to_keep`, when the caller asked for logits."""
+    probe: float
+    """What the head returns."""
     output: LossOutput | None = None
     logits: Tensor | None = None
     returned: Tensor | None = None
     """What the head module returned, after the hooks of all frameworks."""
+    received: Tensor | None = None
+    """What the loss function was given as logits."""
     delivered: bool = False
+    node: Any = None
+    """Of the graph, that made what the loss function returned."""
 
 
 @dataclass(eq=False)
@@ -81,8 +85,9 @@ class FusedLoss:
     """Of its **kwargs."""
     sharded_here: bool = False
     heads: list[Head] = field(default_factory=list)
-    checked: set[bool] = field(default_factory=set)
-    """`model.training` of the calls whose transformation after the head was compared."""
+    num_calls: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """With labels, in training and in evaluation."""
+    on_remove: list[Callable[[], None]] = field(default_factory=list)
     call: _Call | None = None
     output: LossOutput | None = None
     """Of the last forward with labels: the loss, detached, and what `aux` asked for."""
@@ -92,17 +97,28 @@ class FusedLoss:
     def remove(self) -> None:
         """Gives the model the forwards and the loss function it had. A head that `apply` sharded becomes a full
         `nn.Linear` again (one all-gather a parameter, on all ranks of its group)."""
-        for each in self.heads:
-            head = each.module
-            head._forward_hooks.pop(each.hook)
+        if vars(self.model).get(ATTRIBUTE) is not self:
+            raise ValueError("this loss was removed already")
+        for head in list(self.model.modules()):  # copies that PEFT made of a head are among them
+            mine = vars(head).get(ATTRIBUTE)
+            if not isinstance(mine, Head):
+                continue
+            head._forward_hooks.pop(mine.hook)
             delattr(head, ATTRIBUTE)
-            _restore(head, each.own_forward, each.plain_forward)
+            _restore(head, mine.own_forward, mine.plain_forward)
             heads.take_loss(head)
         if self.sharded_here:
-            heads.unshard_head(self.model, self.heads[0].module)  # type: ignore[arg-type]
+            heads.unshard_head(self.model, self.heads[0].module)
         del self.model._loss_function
         delattr(self.model, ATTRIBUTE)
         _restore(self.model, self.own_forward, self.plain_forward)
+        for undo in self.on_remove:
+            undo()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model with a fused loss cannot be pickled: save its state dict (save_pretrained), or remove() it first"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedLoss:
         """A copied model has a loss of its own; a copied head (PEFT's `modules_to_save`) stays with its model."""
@@ -111,7 +127,7 @@ class FusedLoss:
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         for name, value in vars(self).items():
-            setattr(clone, name, value if name in ("signature", "output", "target") else copy.deepcopy(value, memo))
+            setattr(clone, name, value if name in _SHARED_WITH_COPIES else copy.deepcopy(value, memo))
         return clone
 
 
@@ -141,7 +157,9 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         target=_shifted(given["labels"], shared.ignore_index) if shift_labels is None else shift_labels,
         num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
         keep=keep,
+        probe=shared.after.probe(-1 if shared.num_calls[self.training] % 2 == 0 else 1),
     )
+    shared.num_calls[self.training] += 1
     shared.call = call
     try:
         outputs = shared.plain_forward(*args, **kwargs)
@@ -160,8 +178,11 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             "computes a loss of its own: apply_to_trainer gives it this one)"
         )
     assert call.output is not None
+    if shared.num_calls[self.training] <= HOST_CHECKS:
+        loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
+        check_other_uses(type(self).__name__, loss, call.node, call.returned)
     shared.output, shared.target = call.output, call.target
-    return with_logits(outputs, NO_LOGITS if call.logits is None else call.logits)
+    return with_logits(outputs, call.received, NO_LOGITS if call.logits is None else call.logits)
 
 
 def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +225,7 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
     hooks: Any = self._forward_hooks
     hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
-    return _WithValue.apply(loss, loss.detach().new_tensor(shared.after.probe))
+    return _WithValue.apply(loss, loss.detach().new_tensor(call.probe))
 
 
 def keep_returned(module: nn.Module, args: Any, output: Any) -> None:
@@ -231,40 +252,23 @@ def loss_function(
         ignore_index = shared.ignore_index if ignore_index is None else ignore_index
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if call.returned is None or call.output is None:
-        raise UnsupportedForward(f"{name} did not call its head, {type(shared.heads[0].module).__name__}, for its loss")
-    if self.training not in shared.checked:
-        _check_after_head(shared, call, logits)
-        if labels is not call.labels and not (
-            labels.shape == call.labels.shape and bool((labels == call.labels).all())
-        ):
-            raise UnsupportedForward(f"{name} gave its loss function other labels than it was given")
-        shared.checked.add(self.training)
+        raise UnsupportedForward(
+            f"{name} did not call the head that apply() was given for its loss; was it replaced since (a resized "
+            "vocabulary, an adapter)? Then remove() this loss and apply() again"
+        )
+    if call.delivered:
+        raise UnsupportedForward(f"{name} called its loss function twice in one forward: the head computed one loss")
+    host = shared.num_calls[self.training] <= HOST_CHECKS
+    check_after_head(name, shared.after, call.probe, logits, host)
+    if labels is not call.labels:
+        check_labels(name, labels, call.labels, host)
     if ignore_index not in (None, shared.ignore_index):
         raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
     if call.num_items is not None and num_items_in_batch is None:
         raise UnsupportedForward(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
-    call.delivered = True
-    return _WithValue.apply(call.returned, call.output.loss)
-
-
-def _check_after_head(shared: FusedLoss, call: _Call, logits: Tensor) -> None:
-    """Whether the model did with the head's output what was declared. Reads one number from the device.
-
-    Raises:
-        UnsupportedForward: it did something else.
-    """
-    name, after = type(shared.model).__name__, shared.after
-    expected = after(after.probe)
-    got = logits.item() if logits.dim() == 0 else None
-    if got is not None and abs(got - expected) <= 8 * torch.finfo(logits.dtype).eps * abs(expected):
-        return
-    declared = f"logit_scale={after.scale:g}, softcap={after.softcap}"
-    found = f"{after.probe:g} became {got:g}" if got is not None else f"the result has shape {tuple(logits.shape)}"
-    raise UnsupportedForward(
-        f"{name} changes its logits after the head in another way than was declared ({declared}): {found}, expected "
-        f"{expected:g}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * logits / softcap); "
-        "what has not this form cannot be computed without logits"
-    )
+    loss = _WithValue.apply(call.returned, call.output.loss)
+    call.received, call.delivered, call.node = logits, True, loss.grad_fn
+    return loss
 
 
 class _WithValue(torch.autograd.Function):

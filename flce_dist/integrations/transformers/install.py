@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
+from ...arguments import AUX_NAMES
 from ...options import LossOptions, LossOptionsDict
 from ...shard import VocabShard
 from . import after_head, heads
@@ -72,6 +73,8 @@ def apply(
     checked = LossOptions(**options)
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
+    if isinstance(aux, str) or not set(aux) <= set(AUX_NAMES):
+        raise ValueError(f"aux must be a sequence of names among {', '.join(AUX_NAMES)}, got {aux!r}")
     found = heads.find_heads(base)
     place = group if group is not None else heads.tensor_parallel_group(base, found[0])
     group = place.get_group() if isinstance(place, DeviceMesh) else place
@@ -111,7 +114,12 @@ def apply(
         shared.heads.append(mine)
     setattr(base, ATTRIBUTE, shared)
     base.loss_function = types.MethodType(loss_function, base)
-    base.forward = types.MethodType(wraps(type(base).forward)(model_forward), base)
+
+    @wraps(type(base).forward)  # whose signature Trainer and generate read
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return model_forward(self, *args, **kwargs)
+
+    base.forward = types.MethodType(forward, base)
     return shared
 
 

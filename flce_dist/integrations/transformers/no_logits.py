@@ -37,9 +37,9 @@ class NoLogits(metaclass=_Named):
 NO_LOGITS = NoLogits()
 
 
-def with_logits(outputs: Any, logits: Any) -> Any:
-    """The model's outputs with other logits: of a ModelOutput by name, of a tuple behind the loss."""
+def with_logits(outputs: Any, former: Any, logits: Any) -> Any:
+    """The model's outputs with other logits: of a ModelOutput by name, of a tuple by the former ones."""
     if isinstance(outputs, tuple):
-        return (outputs[0], logits, *outputs[2:])
+        return tuple(logits if each is former else each for each in outputs)
     outputs["logits"] = logits
     return outputs

@@ -8,7 +8,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-import torch.distributed as dist
 
 from ...options import LossOptionsDict
 from .fused import ATTRIBUTE, FusedLoss, base_model
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 def apply_to_trainer(
     trainer: Trainer,
-    group: dist.ProcessGroup | None = None,
     *,
     aux: Sequence[str] = (),
     eval_logits: bool = False,
@@ -32,7 +30,8 @@ def apply_to_trainer(
 
     Args:
         trainer: with its model, wrapped by PEFT or not.
-        group, aux, eval_logits, options: as in `apply`.
+        aux, eval_logits, options: as in `apply`. There is no group: a Trainer gives each rank tokens of its own. For a
+            head that they share see `integrations.never_gathered.shard_head`.
 
     Raises:
         ValueError: a setting needs logits, or gives the loss to someone else; the message says what to do.
@@ -59,13 +58,15 @@ def apply_to_trainer(
             f"the Trainer would use nn.DataParallel over {args.n_gpu} GPUs, whose replicas share one forward: start "
             "one process a GPU with torchrun or accelerate launch"
         )
-    _keep_counts_exact(trainer)
-    if not own_loss:
-        return apply(trainer.model, group, aux=aux, eval_logits=eval_logits, **options)
-    return _apply_to_sft(trainer, group, aux, eval_logits, options)
+    if own_loss:
+        handle = _apply_to_sft(trainer, aux, options)
+    else:
+        handle = apply(trainer.model, aux=aux, eval_logits=eval_logits, **options)
+    _keep_counts_exact(trainer, handle)
+    return handle
 
 
-def _keep_counts_exact(trainer: Any) -> None:
+def _keep_counts_exact(trainer: Any, handle: FusedLoss) -> None:
     """The Trainer divides its count of tokens and hands it to the model as a float, which FSDP2 would cast to 16 bits
     with the model's other inputs. An integer it leaves alone."""
     count = trainer._get_num_items_in_batch
@@ -75,12 +76,12 @@ def _keep_counts_exact(trainer: Any) -> None:
         return number.round().to(torch.int64) if isinstance(number, torch.Tensor) else number
 
     trainer._get_num_items_in_batch = exact
+    handle.on_remove.append(lambda: delattr(trainer, "_get_num_items_in_batch"))
 
 
-def _apply_to_sft(
-    trainer: Any, group: dist.ProcessGroup | None, aux: Sequence[str], eval_logits: bool, options: LossOptionsDict
-) -> FusedLoss:
-    """In the place of TRL's own fused head, which `SFTTrainer` calls by `model(..., fused_lm_head=True)`."""
+def _apply_to_sft(trainer: Any, aux: Sequence[str], options: LossOptionsDict) -> FusedLoss:
+    """In the place of TRL's own fused head, which `SFTTrainer` calls by `model(..., fused_lm_head=True)`. Logits for
+    metrics it makes itself, by a call without labels."""
     if trainer.args.loss_type != "nll":
         raise ValueError(
             f'loss_type={trainer.args.loss_type!r} weights tokens in the trainer; "dft" is loss_type="nll" with '
@@ -91,9 +92,7 @@ def _apply_to_sft(
     wanted = ("num_valid", "accuracy") if options.get("skip_ignored") else ("num_valid", "entropy", "predictions")
     trl_forward = vars(model).pop("forward")
     try:
-        handle = apply(
-            trainer.model, group, aux=tuple(dict.fromkeys([*aux, *wanted])), eval_logits=eval_logits, **options
-        )
+        handle = apply(trainer.model, aux=tuple(dict.fromkeys([*aux, *wanted])), **options)
     except Exception:
         model.forward = trl_forward
         raise
@@ -105,6 +104,7 @@ def _apply_to_sft(
         return _sft_output(getattr(self, ATTRIBUTE), outputs) if fused_lm_head else outputs
 
     model.forward = types.MethodType(forward, model)
+    handle.on_remove.append(lambda: setattr(model, "forward", trl_forward))
     return handle
 
 

@@ -1,0 +1,79 @@
+"""Whether a model did with the head's output, its labels and its loss what the fused loss takes for granted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .after_head import AfterHead
+
+HOST_CHECKS = 4
+"""Calls whose checks wait for a GPU; later ones are left to it."""
+
+
+class UnsupportedForward(RuntimeError):
+    """The model's forward did what a loss that is computed in its head cannot follow."""
+
+
+def check_after_head(name: str, after: AfterHead, probe: float, logits: Tensor, host: bool) -> None:
+    """
+    Raises:
+        UnsupportedForward: `logits`, which the loss function was given, are not what was declared of the probe.
+    """
+    expected = after(probe)
+    message = (
+        f"{name} changes its logits after the head in another way than was declared (logit_scale={after.scale:g}, "
+        f"softcap={after.softcap}): {{}}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * "
+        "logits / softcap); what has not this form (an adapter on the head, for one) cannot be computed without logits"
+    )
+    if logits.dim() != 0:
+        raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}"))
+    ulps = 4 if logits.dtype.itemsize >= 4 else 2
+    close = (logits.detach() - expected).abs() <= ulps * torch.finfo(logits.dtype).eps * abs(expected)
+    _require(close, message.format(f"{probe:g} did not become {expected:g}"), host)
+
+
+def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
+    """
+    Raises:
+        UnsupportedForward: the loss function got other labels than the model.
+    """
+    message = f"{name} gave its loss function other labels than it was given"
+    if got.shape != given.shape:
+        raise UnsupportedForward(message)
+    _require((got == given.to(got.device)).all(), message, host)
+
+
+def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor | None) -> None:
+    """Whether the model computed more from its logits than the loss (a penalty, say): that was computed from a probe.
+    It is seen in the graph of `loss`, so not in evaluation.
+
+    Args:
+        delivered: the graph's node that made what the loss function returned.
+        returned: what the head returned.
+
+    Raises:
+        UnsupportedForward: it did.
+    """
+    if returned is None or returned.grad_fn is None:
+        return
+    seen = {delivered, None}
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        if node is returned.grad_fn:
+            raise UnsupportedForward(f"{name} adds to its loss what it computes from its logits, which were not made")
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+
+
+def _require(condition: Tensor, message: str, host: bool) -> None:
+    """Raises UnsupportedForward; without `host`, on a GPU, a device-side assertion that nobody waits for."""
+    if condition.device.type == "cuda" and not host:
+        torch._assert_async(condition, f"flce_dist: {message}")
+    elif not condition:
+        raise UnsupportedForward(message)
