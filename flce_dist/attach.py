@@ -63,7 +63,8 @@ def attach_loss(
     if "weight" not in names or names - {"weight", "bias"}:
         raise TypeError(
             f"expected a linear head with the parameters weight and bias, got {type(head).__name__} with "
-            f"{sorted(names)}: what the others compute would be left out of the loss"
+            f"{sorted(names)}: what the others compute would be left out of the loss. Give it to the linear layer "
+            "itself, before FSDP1 or another wrapper is put around it"
         )
     if hasattr(head, _ATTRIBUTE):
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")

@@ -111,6 +111,7 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
     [
         (Cell(), "odd", "flce_dist.head: Odd has no lm_head or embed_out"),
         (Cell(section={"head": "model.lm_head"}), "", "flce_dist.head: .*model"),
+        (Cell(section={"head": "embed"}), "", "flce_dist.head: 'embed' is no linear layer, but Embedding"),
         (Cell(section={"vocab_parallel": "tensor"}), "", "flce_dist.vocab_parallel: .*autotp_size"),
         (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
         (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
@@ -141,6 +142,8 @@ def _data_after_the_engine(ctx: Context) -> None:
             model = make_model(cell)
         with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*zero.Init"):
             initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=cell.config())
+        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*zero.Init.* model_parameters holds"):
+            initialize(model=model, model_parameters=list(model.parameters()), config=cell.config())
 
 
 def test_a_head_is_sharded_before_the_engine_is_made(engine_workers: Engines) -> None:

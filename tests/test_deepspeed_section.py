@@ -15,6 +15,7 @@ from flce_dist.integrations.deepspeed.section import load_config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+DATA: dict[str, Any] = {"flce_dist": {"vocab_parallel": "data"}}
 
 
 def test_options_are_only_those_that_are_given() -> None:
@@ -22,6 +23,17 @@ def test_options_are_only_those_that_are_given() -> None:
     assert section == Section(
         "flce_dist", {"label_smoothing": 0.1, "accum_dtype": torch.float32, "softcap": None}, None, None
     )
+
+
+def test_numbers_as_deepspeed_takes_them() -> None:
+    config = {**DATA, "zero_optimization": {"stage": "3"}, "sequence_parallel_size": None}
+    assert read_section(config) == Section("flce_dist", {}, "data", None)
+
+
+@pytest.mark.parametrize("config", [{"flce_dist": {}, "flce-dist": {}}, {"flce_dist": {}, "loss": {"type": "flce"}}])
+def test_a_misspelt_section_beside_a_right_one_warns(config: dict[str, Any]) -> None:
+    with pytest.warns(SectionWarning, match="is not read by anything"):
+        assert read_section(config) is not None
 
 
 def test_own_keys() -> None:
@@ -72,6 +84,11 @@ def test_a_misspelt_name_warns(config: dict[str, Any]) -> None:
         ({"flce_dist": {"vocab_parallel": True}}, ValueError, "flce_dist.vocab_parallel: expected one of"),
         ({"flce_dist": {"vocab_parallel": ["data"]}}, ValueError, "flce_dist.vocab_parallel: expected one of"),
         ({"flce_dist": {"head": 3}}, TypeError, "flce_dist.head: expected a module's dotted name"),
+        ({"flce_dist": {"head": ""}}, TypeError, "flce_dist.head: expected a module's dotted name"),
+        ({"flce_dist": {"type": "flce_dist"}}, ValueError, "flce_dist.type: unknown key; known keys: vocab_parallel"),
+        ({**DATA, "zero_optimization": True}, ValueError, "flce_dist.vocab_parallel: .*stage 3, got True"),
+        ({**DATA, "zero_optimization": {"stage": "two"}}, TypeError, "zero_optimization.stage: expected a number"),
+        ({**DATA, **ZERO3, "tensor_parallel": {"autotp_size": "2"}}, ValueError, "tensor_parallel.autotp_size 2"),
         ({"flce_dist": {"label_smoothing": 2}}, ValueError, "flce_dist.label_smoothing"),
         ({"flce_dist": {"chunk_rows": "many"}}, TypeError, "flce_dist.chunk_rows"),
         ({"flce_dist": {"accum_dtype": "half"}}, ValueError, "flce_dist.accum_dtype: expected one of"),

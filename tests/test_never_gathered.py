@@ -265,6 +265,10 @@ def refused(ctx: Context, what: str) -> None:
         NeverGatheredHead(H, V, DeviceMesh("cpu", torch.arange(ctx.world).reshape(1, 1, -1)))
     elif what == "option":
         shard_head(model, "lm_head", mesh, softcap=-1.0)
+    elif what == "tied afterwards":
+        head = shard_head(model, "lm_head", mesh)
+        head.weight = model.embedding.weight
+        head(torch.zeros(2, H, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
     elif what == "logits":
         shard_head(model, "lm_head", mesh)(torch.zeros(2, H, dtype=torch.float64))
     else:
@@ -281,6 +285,7 @@ def refused(ctx: Context, what: str) -> None:
         ("no mesh", "expected the device mesh that FSDP shards over, got ProcessGroup"),
         ("three dimensions", "a 1-D or 2-D mesh, got a mesh of 3 dimensions"),
         ("option", "softcap must be positive"),
+        ("tied afterwards", "the never-gathered head's parameter has become a Parameter"),
         ("logits", "logits of token-sharded hidden states"),
         ("FSDP2 was not told", "mesh"),
     ],

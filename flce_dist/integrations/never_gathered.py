@@ -111,7 +111,12 @@ class NeverGatheredHead(VocabParallelHead):
 
 
 def _local(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):
+        raise TypeError(
+            f"the never-gathered head's parameter has become a {type(parameter).__name__} {tuple(parameter.shape)}: it "
+            "cannot be tied to an embedding or replaced, and whatever wraps the model must leave it alone "
+            "(ignored_params, ignored_modules)"
+        )
     return parameter.to_local()
 
 

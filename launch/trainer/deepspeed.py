@@ -46,7 +46,8 @@ def complete_values(values: dict[str, Any], config: Config, data_ranks: int) -> 
     for key in ("optimizer", "scheduler"):
         if key in values:
             raise refused(config, f"{key}: the trainer has it in its own configuration (optimizer.*); leave it out")
-    if (values.get("zero_optimization") or {}).get("stage", 0) == 0:
+    zero = values.get("zero_optimization")
+    if not isinstance(zero, Mapping) or zero.get("stage", 0) == 0:
         raise refused(config, "zero_optimization.stage: 1, 2 or 3; what stage 0 does is parallel.mode data")
     accumulation = config.train.accumulation
     batch = (config.train.batch_size, config.train.batch_size // accumulation // data_ranks, accumulation)

@@ -130,8 +130,9 @@ def _check_data_parallel(section: Section, head: nn.Module, call: Mapping[str, A
     where = f"{section.where}.vocab_parallel"
     if call.get("mpu") is not None:
         raise ValueError(f'{where}: "data" shards the head over all ranks, and mpu splits them otherwise; use "tensor"')
-    if hasattr(head.weight, "ds_id") and isinstance(call.get("optimizer"), Optimizer):
+    holds = "optimizer" if isinstance(call.get("optimizer"), Optimizer) else "model_parameters"
+    if hasattr(head.weight, "ds_id") and call.get(holds) is not None:
         raise ValueError(
-            f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, which the optimizer '
-            "already holds: call shard_head before making the optimizer, or describe the optimizer in the configuration"
+            f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, and {holds} holds the '
+            "old one: call shard_head before making it, or leave it out and describe the optimizer in the configuration"
         )

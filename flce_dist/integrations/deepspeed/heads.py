@@ -32,13 +32,17 @@ def find_head(model: nn.Module, section: Section) -> nn.Module:
     """The head that the section names, or the model's output embeddings, or its `lm_head` or `embed_out`.
 
     Raises:
-        ValueError: there is none; the message starts with the key's path.
+        ValueError: there is none, or no linear one; the message starts with the key's path.
     """
     if section.head is not None:
         try:
-            return model.get_submodule(section.head)
+            named = model.get_submodule(section.head)
         except AttributeError as error:
             raise ValueError(f"{section.where}.head: {error}") from error
+        weight = getattr(named, "weight", None)
+        if isinstance(named, nn.Embedding) or len(getattr(weight, "ds_shape", getattr(weight, "shape", ()))) != 2:
+            raise ValueError(f"{section.where}.head: {section.head!r} is no linear layer, but {type(named).__name__}")
+        return named
     get_embeddings = getattr(model, "get_output_embeddings", None)
     head = get_embeddings() if callable(get_embeddings) else None
     for name in _NAMES:

@@ -67,7 +67,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
             spellings of the section at once; the message starts with the key's path.
 
     Warns:
-        SectionWarning: no section, but a key that looks like a misspelt one.
+        SectionWarning: a key that looks like a misspelt section.
     """
     found = _find(config)
     if found is None:
@@ -84,12 +84,14 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     choices = typing.get_args(VocabParallel)
     if own["vocab_parallel"] is not None and own["vocab_parallel"] not in choices:
         raise ValueError(f"{where}.vocab_parallel: expected one of {', '.join(choices)}, got {own['vocab_parallel']!r}")
-    if own["head"] is not None and not isinstance(own["head"], str):
+    if own["head"] is not None and (not isinstance(own["head"], str) or not own["head"]):
         raise TypeError(f"{where}.head: expected a module's dotted name, got {own['head']!r}")
+    known = [*_OWN_KEYS, *(field.name for field in dataclasses.fields(LossOptions))]
     for key in values:
-        close = difflib.get_close_matches(str(key), _OWN_KEYS, n=1)
-        if close and key not in _field_names():
-            raise ValueError(f"{where}.{key}: unknown key; did you mean {close[0]!r}?")
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            raise ValueError(f"{where}.{key}: unknown key; {hint}")
     options = LossOptions.from_dict(values, where=where)
     section = Section(where, {key: getattr(options, key) for key in values}, own["vocab_parallel"], own["head"])
     _check_combination(section, config)
@@ -99,6 +101,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
 def _find(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     alias = config.get(ALIAS)
     has_alias = isinstance(alias, Mapping) and alias.get("type") == SECTION
+    _warn_of_misspelt(config, has_alias)
     if SECTION in config and has_alias:
         raise ValueError(f'{SECTION}: the configuration has the section twice, as "{SECTION}" and as "{ALIAS}"')
     if SECTION in config:
@@ -109,17 +112,22 @@ def _find(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
     if has_alias:
         assert isinstance(alias, Mapping)
         return ALIAS, {key: value for key, value in alias.items() if key != "type"}
-    looks_like = [key for key in config if _looks_like_ours(key)]
-    if isinstance(alias, Mapping) and _looks_like_ours(alias.get("type")):
-        looks_like.append(f"{ALIAS}.type={alias['type']}")
-    if looks_like:
-        warnings.warn(
-            f'{looks_like[0]} is not read by anything; did you mean the section "{SECTION}" (or '
-            f'{{"{ALIAS}": {{"type": "{SECTION}"}}}})? The model keeps its own loss',
-            SectionWarning,
-            stacklevel=3,
-        )
     return None
+
+
+def _warn_of_misspelt(config: Mapping[str, Any], has_alias: bool) -> None:
+    looks_like = [key for key in config if key != SECTION and _looks_like_ours(key)]
+    alias = config.get(ALIAS)
+    kind = alias.get("type") if isinstance(alias, Mapping) else alias
+    if not has_alias and _looks_like_ours(kind):
+        looks_like.append(f"{ALIAS}={kind}" if kind is alias else f"{ALIAS}.type={kind}")
+    for name in looks_like:
+        warnings.warn(
+            f'{name} is not read by anything; did you mean the section "{SECTION}" (or '
+            f'{{"{ALIAS}": {{"type": "{SECTION}"}}}})?',
+            SectionWarning,
+            stacklevel=4,
+        )
 
 
 def _looks_like_ours(name: object) -> bool:
@@ -133,20 +141,20 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
     if section.vocab_parallel != "data":
         return
     zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage != 3:
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
+    if not isinstance(zero, Mapping) or _number("zero_optimization.stage", stage) != 3:
         raise ValueError(
-            f'{where}: "data" needs zero_optimization.stage 3, got {stage}: only there a parameter has a partition '
+            f'{where}: "data" needs zero_optimization.stage 3, got {stage!r}: only there a parameter has a partition '
             "group of its own; the other stages keep, broadcast and average one copy of it for all data-parallel "
             "ranks"
         )
-    tensor_ranks = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if tensor_ranks > 1:
+    tensor_ranks = (config.get("tensor_parallel") or {}).get("autotp_size")
+    if _number("tensor_parallel.autotp_size", tensor_ranks) > 1:
         raise ValueError(
             f'{where}: "data" with tensor_parallel.autotp_size {tensor_ranks}: tensor parallelism shards the head '
             'already; use "tensor"'
         )
-    if config.get("sequence_parallel_size", 1) > 1:
+    if _number("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
         raise ValueError(
             f'{where}: "data" with sequence_parallel_size {config["sequence_parallel_size"]}: not supported'
         )
@@ -158,8 +166,12 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
             )
 
 
-def _field_names() -> list[str]:
-    return [field.name for field in dataclasses.fields(LossOptions)]
+def _number(path: str, value: Any) -> int:
+    """A count as DeepSpeed takes it, digits in a string included; 0 when absent."""
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{path}: expected a number, got {value!r}") from error
 
 
 def json_schema() -> dict[str, Any]:
