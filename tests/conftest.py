@@ -40,14 +40,11 @@ def interpreted_workers() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine_workers() -> Iterator[Callable[[int], Pool]]:
-    """engine_workers(size) is a pool whose default group has exactly so many ranks, for engines that use all of it.
-
-    A module's own: each engine makes groups, and each gloo group polls until its process ends.
-    """
+    """engine_workers(size) is a pool whose default group has exactly so many ranks, for engines that use all of it."""
     pools: dict[int, Pool] = {}
-    yield lambda size: pools.setdefault(size, Pool(size=size))
+    yield lambda size: pools.setdefault(size, Pool(size=size, timeout=240))  # the first job imports DeepSpeed
     for pool in pools.values():
         pool.close()
 

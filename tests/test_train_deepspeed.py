@@ -52,7 +52,7 @@ class Runs:
         self.place, self.engines = place, engines
 
     def train(self, name: str, *overrides: str, ranks: int = 2) -> Path:
-        self.engines(ranks).run(ranks, run, self.place.arguments(name, *COMMON, *overrides), timeout=60)
+        self.engines(ranks).run(ranks, run, self.place.arguments(name, *COMMON, *overrides), timeout=300)
         return self.place.folder / name
 
     def full(self, config: str) -> Path:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
 COMMON = (f"train.steps={STEPS}", "train.batch_size=8", "train.eval_every=6")
+thorough = pytest.mark.exhaustive
 MODES = {
     "fsdp": ("parallel.mode=fsdp",),
     "never_gathered": ("parallel.mode=fsdp", "parallel.head=sharded"),
@@ -101,7 +102,12 @@ def test_resumes_exactly(mode: str, four: FourRanks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("fsdp", "never_gathered"), ("never_gathered", "fsdp_tensor"), ("fsdp_tensor", "fsdp")]
+    ("before", "after"),
+    [
+        ("never_gathered", "fsdp_tensor"),
+        pytest.param("fsdp", "never_gathered", marks=thorough),
+        pytest.param("fsdp_tensor", "fsdp", marks=thorough),
+    ],
 )
 def test_resumes_in_another_mode(before: str, after: str, four: FourRanks) -> None:
     name = f"{before}_as_{after}"
@@ -143,7 +149,7 @@ def test_export_holds_the_trained_model(mode: str, four: FourRanks) -> None:
     assert total / count == pytest.approx(curve(run, "eval_loss")[STEPS], abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m == "never_gathered" else thorough) for m in MODES])
 def test_bfloat16_stays_near_one_process(mode: str, four: FourRanks, place: Workplace) -> None:
     if not (place.folder / "one_rank_bf16").exists():
         place.here("one_rank_bf16", *COMMON, "train.dtype=bfloat16")
@@ -151,13 +157,14 @@ def test_bfloat16_stays_near_one_process(mode: str, four: FourRanks, place: Work
     assert_same_curve(run, place.folder / "one_rank_bf16", 1e-2, steps=STEPS)
 
 
+@thorough
 @pytest.mark.parametrize("size", [1, 4])
 def test_all_ranks_or_none_share_the_vocabulary(size: int, four: FourRanks, one_rank: Path) -> None:
     overrides = ("parallel.mode=fsdp+tensor", f"parallel.tensor_size={size}", "output.export=true")
     assert_same_curve(four.train(f"tensor_size_{size}", *overrides), one_rank, 1e-5, steps=STEPS)
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "fsdp_tensor"])
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("fsdp_tensor", marks=thorough)])
 def test_full_logits_train_as_in_one_process(mode: str, four: FourRanks, one_rank: Path) -> None:
     assert_same_curve(four.train(f"{mode}_full", *MODES[mode], "loss=torch"), one_rank, 1e-5, steps=STEPS)
 

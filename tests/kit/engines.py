@@ -175,15 +175,41 @@ def deepspeed_ready(ctx: Context) -> Iterator[Any]:
     from deepspeed.module_inject import set_autotp_mode
     from deepspeed.utils import groups, logger
 
+    with pytest.MonkeyPatch.context() as patch:
+        # Engines look whether their optimizer is Muon, and with it comes the compiler: seconds a process.
+        patch.setattr(torch, "compile", lambda function=None, **_: function or (lambda f: f))
+        import deepspeed.runtime.zero.muon.muon_optimizer
+
     logger.setLevel("ERROR")
     # No operator is compiled: that of shared memory takes most of a minute, and to ask which could be takes seconds.
     deepspeed.ops.__compatible_ops__ = {}
     try:
-        yield deepspeed
+        with one_group_a_rank_set():
+            yield deepspeed
     finally:
-        if groups.mpu is not None:  # AutoTP's or the test's; else the groups serve the next engine
-            groups._release_process_group_references()
+        groups._release_process_group_references()
         set_autotp_mode(training=False)
+
+
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+@contextlib.contextmanager
+def one_group_a_rank_set() -> Iterator[None]:
+    """Engines get the group that an earlier one made of the same ranks. Each has several, and a gloo group polls until
+    its process ends: hundreds of them leave no processor to anyone."""
+    make = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, *args: Any, **keywords: Any) -> Any:
+        key = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        if key not in _GROUPS:
+            _GROUPS[key] = make(ranks, *args, **keywords)
+        return _GROUPS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(dist.device_mesh, "new_group", new_group)
+        yield
 
 
 def gathered(engine: Any) -> dict[str, Tensor]:

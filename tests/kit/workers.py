@@ -85,15 +85,18 @@ class Pool:
     """`size` persistent ranks, whose default group has all of them. `env` is set in the workers before anything of the
     package is imported."""
 
-    def __init__(self, env: Mapping[str, str] | None = None, size: int = MAX_WORLD) -> None:
+    def __init__(
+        self, env: Mapping[str, str] | None = None, size: int = MAX_WORLD, timeout: float = JOB_TIMEOUT_S
+    ) -> None:
         self._env = dict(env or {})
         self._size = size
+        self._timeout = timeout
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._numbers = itertools.count(1)
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT_S) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Run fn(ctx, *args) on `world` ranks and return the results in rank order; raise if any rank raised."""
         outcomes = self.outcomes(world, fn, *args, timeout=timeout)
         failed = [f"--- rank {r}\n{o.error.traceback}" for r, o in enumerate(outcomes) if o.error is not None]
@@ -101,7 +104,7 @@ class Pool:
             raise WorkerFailed(f"{fn.__qualname__} failed on {len(failed)} of {world} ranks\n" + "\n".join(failed))
         return [o.value for o in outcomes]
 
-    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT_S) -> list[Outcome]:
+    def outcomes(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Outcome]:
         """As `run`, but a rank's exception is its outcome: for tests of what ALL ranks raise."""
         if not self._processes:
             self._start()
@@ -109,7 +112,7 @@ class Pool:
         job = pickle.dumps((number, world, fn, args))
         for connection in self._connections[:world]:
             connection.send_bytes(job)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         replies = self._collect(world, fn, deadline, "outcome", {})
         in_step = self._collect(world, fn, deadline, "in step", replies)
         outcomes = [replies[rank] for rank in range(world)]

@@ -85,7 +85,12 @@ def attach(engine: Any) -> nn.Module | None:
     model = engine.module
     head = find_head(model, section)
     layout = layout_of(head, section, engine)
-    arguments = {"vocab_shard": layout.vocab_shard, "hidden_layout": layout.hidden_layout, **section.options}
+    arguments = {
+        "vocab_shard": layout.vocab_shard,
+        "hidden_layout": layout.hidden_layout,
+        "hidden_grad_scale": 1.0,  # shard_head scales the gradients of hidden states and weight alike
+        **section.options,
+    }
     if section.head is None and _is_causal_lm(model):
         _apply_to_causal_lm(model, section, layout.group, arguments)
     else:
