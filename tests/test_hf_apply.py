@@ -338,6 +338,26 @@ def test_labels_that_a_model_changes_in_some_batches_are_refused() -> None:
         model(input_ids=TEXT, labels=LABELS)
 
 
+def test_labels_that_a_model_writes_to_are_refused() -> None:
+    model = tiny()
+    _change_loss(model, lambda f, x, y: f(x, y.masked_fill_(y == y[0, 1], -100)))
+    apply(model)
+    with pytest.raises(UnsupportedForward, match="in place"):
+        model(input_ids=TEXT, labels=LABELS.clone())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_learned_temperature_is_refused_while_it_is_1(frozen: bool) -> None:
+    model, temperature = tiny(), torch.ones((), requires_grad=True)
+    model.requires_grad_(not frozen)
+    _change_logits(model, lambda logits: logits * temperature)
+    apply(model)
+    with pytest.raises(UnsupportedForward, match="trained parameter"):
+        model(input_ids=TEXT, labels=LABELS)
+    with torch.no_grad():
+        assert model(input_ids=TEXT, labels=LABELS).loss.dim() == 0
+
+
 def test_models_do_not_share_a_signature() -> None:
     model = tiny()
     signature = inspect.signature(model.forward)

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from ...api import LossOutput
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
-from .verify import HOST_CHECKS, UnsupportedForward, check_after_head, check_labels, check_other_uses
+from .verify import (
+    HOST_CHECKS,
+    UnsupportedForward,
+    check_after_head,
+    check_labels,
+    check_no_parameter_between,
+    check_other_uses,
+    check_unchanged,
+    version_of,
+)
 
 ATTRIBUTE = "_flce_fused_loss"
 _SHARED_WITH_COPIES = ("signature", "output", "target", "on_remove")
@@ -44,6 +53,8 @@ class _Call:
     """`logits_to_keep`, when the caller asked for logits."""
     probe: float
     """What the head returns."""
+    version: int | None
+    """Of `labels`, which counts writes to them."""
     output: LossOutput | None = None
     logits: Tensor | None = None
     returned: Tensor | None = None
@@ -158,6 +169,7 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
         keep=keep,
         probe=shared.after.probe(-1 if shared.num_calls[self.training] % 2 == 0 else 1),
+        version=version_of(given["labels"]),
     )
     shared.num_calls[self.training] += 1
     shared.call = call
@@ -262,6 +274,8 @@ def loss_function(
     check_after_head(name, shared.after, call.probe, logits, host)
     if labels is not call.labels:
         check_labels(name, labels, call.labels, host)
+    check_unchanged(name, call.labels, call.version)
+    check_no_parameter_between(name, logits, call.returned)
     if ignore_index not in (None, shared.ignore_index):
         raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
     if call.num_items is not None and num_items_in_batch is None:

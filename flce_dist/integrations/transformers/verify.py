@@ -46,6 +46,40 @@ def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
     _require((got == given.to(got.device)).all(), message, host)
 
 
+def version_of(labels: Tensor) -> int | None:
+    """How often a tensor was written to; None where torch does not count."""
+    return None if torch.compiler.is_compiling() or labels.is_inference() else labels._version
+
+
+def check_unchanged(name: str, labels: Tensor, version: int | None) -> None:
+    """
+    Raises:
+        UnsupportedForward: the model wrote to the labels, after the head's targets were made of them.
+    """
+    if version is not None and labels._version != version:
+        raise UnsupportedForward(f"{name} changes its labels in place: change them before it is called")
+
+
+def check_no_parameter_between(name: str, logits: Tensor, returned: Tensor) -> None:
+    """
+    Raises:
+        UnsupportedForward: a parameter takes part between what the head returned and what the loss function was given,
+            such as a learned temperature that is still 1.
+    """
+    if logits is returned or torch.compiler.is_compiling():
+        return
+    seen = {returned.grad_fn, None}
+    nodes: list[Any] = [logits.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            raise UnsupportedForward(f"{name} changes its logits by a trained parameter: it would get no gradient")
+        nodes += [following for following, _ in node.next_functions]
+
+
 def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor | None) -> None:
     """Whether the model computed more from its logits than the loss (a penalty, say): that was computed from a probe.
     It is seen in the graph of `loss`, so not in evaluation.
