@@ -222,7 +222,7 @@ def _work(rank: int, size: int, folder: str, env: Mapping[str, str], connection:
     store = dist.FileStore(os.path.join(folder, "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {}
-    for ranks in (ranks for ranks in RANK_SETS if max(ranks) < size):
+    for ranks in dict.fromkeys([*(ranks for ranks in RANK_SETS if max(ranks) < size), tuple(range(size))]):
         # The ranks of a group are sorted by torch unless told otherwise; (1, 0) is the group in reversed order.
         group = dist.new_group(list(ranks), sort_ranks=False)
         if rank in ranks:
