@@ -316,8 +316,10 @@ def _change_loss(model: Any, change: Any) -> None:
         (lambda f, x, y: f(x, y) + 1e-4 * x.logsumexp(-1).pow(2).mean(), "adds to its loss"),
         (lambda f, x, y: f(x, y) + f(x, y.roll(-1, 1)), "twice"),
         (lambda f, x, y: f(x, y.roll(1, 1)), "other labels"),
+        (lambda f, x, y: f(x, y, shift_labels=y), "other labels"),
+        (lambda f, x, y: f(x, y, num_items_in_batch=3), "another num_items_in_batch"),
     ],
-    ids=["penalty", "two losses", "other labels"],
+    ids=["penalty", "two losses", "other labels", "shifted otherwise", "another count"],
 )
 def test_more_than_one_loss_of_the_labels_is_refused(change: Any, message: str) -> None:
     model = tiny()

@@ -33,6 +33,7 @@ from .verify import (
     check_no_parameter_between,
     check_other_uses,
     check_unchanged,
+    is_number,
     version_of,
 )
 
@@ -49,6 +50,7 @@ class _Call:
     target: Tensor
     """Shifted: what the head predicts."""
     num_items: Tensor | float | None
+    shift_labels: Tensor | None
     keep: int | Tensor
     """`logits_to_keep`, when the caller asked for logits."""
     probe: float
@@ -167,6 +169,7 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels=given["labels"],
         target=_shifted(given["labels"], shared.ignore_index) if shift_labels is None else shift_labels,
         num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
+        shift_labels=shift_labels,
         keep=keep,
         probe=shared.after.probe(-1 if shared.num_calls[self.training] % 2 == 0 else 1),
         version=version_of(given["labels"]),
@@ -249,7 +252,7 @@ def keep_returned(module: nn.Module, args: Any, output: Any) -> None:
 def loss_function(
     self: Any,
     logits: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     vocab_size: int | None = None,
     num_items_in_batch: Tensor | float | None = None,
     ignore_index: int | None = None,
@@ -272,14 +275,18 @@ def loss_function(
         raise UnsupportedForward(f"{name} called its loss function twice in one forward: the head computed one loss")
     host = shared.num_calls[self.training] <= HOST_CHECKS
     check_after_head(name, shared.after, call.probe, logits, host)
-    if labels is not call.labels:
+    if labels is not None and labels is not call.labels:
         check_labels(name, labels, call.labels, host)
+    if shift_labels is not None and shift_labels is not call.shift_labels:
+        check_labels(name, shift_labels, call.target, host)
     check_unchanged(name, call.labels, call.version)
     check_no_parameter_between(name, logits, call.returned)
     if ignore_index not in (None, shared.ignore_index):
         raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
     if call.num_items is not None and num_items_in_batch is None:
         raise UnsupportedForward(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
+    if num_items_in_batch is not call.num_items and not is_number(num_items_in_batch, call.num_items):
+        raise UnsupportedForward(f"{name} gives its loss function another num_items_in_batch than it was given")
     loss = _WithValue.apply(call.returned, call.output.loss)
     call.received, call.delivered, call.node = logits, True, loss.grad_fn
     return loss

@@ -34,8 +34,13 @@ def apply_to_trainer(
             head that they share see `integrations.never_gathered.shard_head`.
 
     Raises:
+        TypeError: a group is given.
         ValueError: a setting needs logits, or gives the loss to someone else; the message says what to do.
     """
+    if "group" in options:
+        raise TypeError("apply_to_trainer takes no group: a Trainer gives each rank tokens of its own")
+    if trainer.model_init is not None:
+        raise ValueError("model_init makes a new model in train(), without this loss: give the Trainer a model")
     args: Any = trainer.args
     own_loss = hasattr(args, "loss_type") and hasattr(args, "assistant_only_loss")  # TRL's SFTConfig
     metrics = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
@@ -88,6 +93,11 @@ def _apply_to_sft(trainer: Any, aux: Sequence[str], options: LossOptionsDict) ->
             "token_scaling=True passed here"
         )
     model = base_model(trainer.model)
+    if hasattr(model, ATTRIBUTE) or "forward" not in vars(model):
+        raise ValueError(
+            "apply() came before the SFTTrainer was made, which has put its own forward in its place: make the trainer "
+            "from a model without it, and call apply_to_trainer alone"
+        )
     # Per-token outputs are those of all tokens, which skip_ignored does not visit.
     wanted = ("num_valid", "accuracy") if options.get("skip_ignored") else ("num_valid", "entropy", "predictions")
     trl_forward = vars(model).pop("forward")

@@ -46,6 +46,11 @@ def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
     _require((got == given.to(got.device)).all(), message, host)
 
 
+def is_number(value: Any, other: Any) -> bool:
+    """Whether both are the same Python number."""
+    return isinstance(value, int | float) and value == other
+
+
 def version_of(labels: Tensor) -> int | None:
     """How often a tensor was written to; None where torch does not count."""
     return None if torch.compiler.is_compiling() or labels.is_inference() else labels._version
