@@ -262,7 +262,10 @@ def refused(ctx: Context, what: str) -> None:
     elif what == "no mesh":
         NeverGatheredHead(H, V, ctx.group)
     elif what == "three dimensions":
-        NeverGatheredHead(H, V, DeviceMesh("cpu", torch.arange(ctx.world).reshape(1, 1, -1)))
+        alone = ctx.groups[(ctx.rank,)]
+        ranks, names = torch.arange(ctx.world).reshape(1, 1, -1), ("a", "b", "c")
+        cube = DeviceMesh.from_group([alone, alone, ctx.group], "cpu", mesh=ranks, mesh_dim_names=names)
+        NeverGatheredHead(H, V, cube)
     elif what == "option":
         shard_head(model, "lm_head", mesh, softcap=-1.0)
     elif what == "tied afterwards":

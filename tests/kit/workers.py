@@ -235,7 +235,12 @@ def _work(rank: int, size: int, folder: str, env: Mapping[str, str], connection:
             # A gloo process that leaves by the ordinary way can abort in a destructor.
             os._exit(0)
         context = Context(rank, world, groups[tuple(range(world))], groups)
-        connection.send_bytes(_outcome(fn, context, args))
+        known = len(dist.distributed_c10d._world.pg_map)
+        outcome = _outcome(fn, context, args)
+        if world < size and len(dist.distributed_c10d._world.pg_map) != known:
+            message = f"{fn.__qualname__} made a group on some of the workers; the next on all of them would hang"
+            outcome = pickle.dumps(Outcome(None, RemoteError(("AssertionError",), message, message)))
+        connection.send_bytes(outcome)
         connection.send_bytes(pickle.dumps(_in_step(number, context)))
 
 
