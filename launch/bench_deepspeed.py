@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_fsdp_head import DTYPES, Model, Variant, table
+from bench_fsdp_head import DTYPES, Model, Variant, measure_in_turn, parse, say, start
+from benchmark.ranks import exit_process
 
 VARIANTS = ("stock loss", "flce", "never gathered")
 
@@ -75,17 +75,8 @@ class EngineVariant(Variant):
         self.engine.step()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64, help="of each rank")
-    parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=1001)
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--budget", default="512MiB", help="the loss's logits_budget")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--round-seconds", type=float, default=0.5)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments, __doc__)
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -93,35 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deepspeed.utils.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
+    device = start(options)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     ranks = dist.get_world_size()
     say(f"{ranks} x {name}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {options.dtype}")
     say(f"{options.tokens:,} tokens a rank, H {options.hidden:,}, V {options.vocab:,}")
-    variants = [EngineVariant(name, options, device) for name in VARIANTS]
-    for number in range(options.rounds):
-        turn = number % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.measure(options.round_seconds)
-    table(variants, say, device)
+    measure_in_turn([EngineVariant(name, options, device) for name in VARIANTS], options, device)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = main()
-        dist.barrier()
-    except Exception:
-        traceback.print_exc()
-        exit_code = 1
-    sys.stdout.flush()
-    os._exit(exit_code)  # tearing gloo down may hang
+    exit_process(main, sys.argv[1:])

@@ -15,8 +15,7 @@ import os
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmark.ranks import exit_process
 from flce_dist import VocabParallelHead
 from flce_dist.integrations.never_gathered import shard_head
 from flce_dist.options import LossOptionsDict
@@ -118,7 +118,7 @@ def largest(value: float, device: torch.device) -> float:
     return tensor.item()
 
 
-def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch.device) -> None:
+def table(variants: Sequence[Variant], device: torch.device) -> None:
     say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
     first = variants[0].times
     for variant in variants:
@@ -128,8 +128,8 @@ def table(variants: Sequence[Variant], say: Callable[[str], None], device: torch
         say(f"{variant.name:<16} {1e3 * statistics.median(variant.times):9.2f} {ratio:10.3f} {' '.join(shown)}")
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=64, help="of each rank")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=1001)
@@ -141,14 +141,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def start(options: argparse.Namespace) -> torch.device:
+    """Joins the ranks that torchrun started; this one's device."""
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    return device
+
+
+def measure_in_turn(variants: Sequence[Variant], options: argparse.Namespace, device: torch.device) -> None:
+    """All rounds; rank 0 prints the table."""
+    for number in range(options.rounds):
+        turn = number % len(variants)
+        for variant in [*variants[turn:], *variants[:turn]]:
+            variant.measure(options.round_seconds)
+    table(variants, device)
+
+
 def compare(options: argparse.Namespace, device: torch.device) -> list[Variant]:
     """Measures all variants on the ranks of the default group; rank 0 prints the table."""
     ranks = dist.get_world_size()
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     say(f"{ranks} x {name}, torch {torch.__version__}, {options.dtype}")
     say(
@@ -157,31 +176,15 @@ def compare(options: argparse.Namespace, device: torch.device) -> list[Variant]:
         f"({ranks * options.tokens / options.vocab:.2f} of them)"
     )
     variants = [Variant(name, options, device) for name in VARIANTS]
-    for number in range(options.rounds):
-        turn = number % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            variant.measure(options.round_seconds)
-    table(variants, say, device)
+    measure_in_turn(variants, options, device)
     return variants
 
 
-def main() -> int:
-    options = parse()
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    compare(options, device)
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    compare(options, start(options))
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = main()
-        dist.barrier()
-    except Exception:
-        traceback.print_exc()
-        exit_code = 1
-    sys.stdout.flush()
-    os._exit(exit_code)  # tearing gloo down may hang
+    exit_process(main, sys.argv[1:])

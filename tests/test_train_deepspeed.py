@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,17 @@ pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
 import train
 from tests.kit.engines import deepspeed_ready
-from tests.kit.runs import ROOT, TRAIN, Processes, Workplace, assert_same_curve, curve, held_out_loss
+from tests.kit.runs import (
+    ROOT,
+    TRAIN,
+    Processes,
+    Workplace,
+    assert_same_curve,
+    curve,
+    held_out_loss,
+    resumable_copy,
+    run_trainer,
+)
 from tests.kit.workers import Context, Pool
 from trainer.parallel import Ranks, SetupError
 from trainer.setup import prepare
@@ -30,15 +39,8 @@ Engines = Callable[[int], Pool]
 
 
 def run(ctx: Context, arguments: list[str]) -> None:
-    """A run as `train.main` makes it, by ranks that exist already."""
     with deepspeed_ready(ctx):
-        ranks = Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world)
-        setup = prepare(arguments[1], arguments[2:], ranks)
-        trainer = train.Trainer(setup, ranks)
-        trainer.fit()
-        trainer.finish()
-        ranks.gather(None)
-        trainer.setup.mode.engine.destroy()  # type: ignore[attr-defined]
+        run_trainer(ctx, arguments).setup.mode.engine.destroy()  # type: ignore[attr-defined]
 
 
 def file_of(name: str) -> tuple[str, ...]:
@@ -92,9 +94,7 @@ def test_trains_as_one_process_does(config: str, runs: Runs, one_rank: Path) -> 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_resumes_exactly(config: str, runs: Runs) -> None:
     before, name = runs.full(config), f"{config}_again"
-    after = runs.place.folder / name
-    shutil.copytree(before, after)
-    shutil.rmtree(after / "checkpoints" / f"step-{STEPS:08d}")
+    after = resumable_copy(before, runs.place.folder / name, STEPS)
     runs.train(name, *file_of(config), "train.accumulation=2", "checkpoint.resume=true")
     assert_same_curve(after, before, 0.0, steps=STEPS)
 

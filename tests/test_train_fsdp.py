@@ -17,10 +17,8 @@ pytest.importorskip("transformers", reason="the trainer's tests need the [train]
 import torch
 
 import train
-from tests.kit.runs import ROOT, TRAIN, Workplace, assert_same_curve, curve
+from tests.kit.runs import ROOT, TRAIN, Workplace, assert_same_curve, curve, held_out_loss, resumable_copy, run_trainer
 from tests.kit.workers import Context, Pool
-from trainer.parallel import Ranks
-from trainer.setup import prepare
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,14 +33,8 @@ MODES = {
 
 
 def run(ctx: Context, arguments: list[str]) -> str:
-    """A run as `train.main` makes it, by ranks that exist already."""
-    ranks = Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world)
-    setup = prepare(arguments[1], arguments[2:], ranks)
-    trainer = train.Trainer(setup, ranks)
-    trainer.fit()
-    trainer.finish()
-    ranks.gather(None)
-    return train.describe(setup, ranks)
+    trainer = run_trainer(ctx, arguments)
+    return train.describe(trainer.setup, trainer.ranks)
 
 
 class FourRanks:
@@ -64,11 +56,7 @@ class FourRanks:
         return folder
 
     def resumed(self, before: str, name: str) -> Path:
-        """A copy of a run, without its last checkpoint."""
-        folder = self.place.folder / name
-        shutil.copytree(self.full(before), folder)
-        shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
-        return folder
+        return resumable_copy(self.full(before), self.place.folder / name, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +120,9 @@ def test_resumes_in_one_process(mode: str, four: FourRanks, place: Workplace) ->
 def test_export_holds_the_trained_model(mode: str, four: FourRanks) -> None:
     from transformers import AutoModelForCausalLM
 
-    from trainer.config import load_config
-    from trainer.data import PackedSequences, evaluation_batches
-    from trainer.tokens import open_tokens, prepare_tokens
-
     run = four.full(mode)
     model = AutoModelForCausalLM.from_pretrained(run / "model")
-    config = load_config(str(run / "config.yaml"))
-    tokens = open_tokens(prepare_tokens(config), config)
-    held_out = PackedSequences(tokens.evaluation, config.data.sequence_length, tokens.separator, -100)
-    total, count = 0.0, 0
-    for inputs, targets in evaluation_batches(held_out, config.train.eval_sequences, 3, 0, 1):
-        logits = model(input_ids=inputs).logits
-        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += int((targets != -100).sum())
-    assert total / count == pytest.approx(curve(run, "eval_loss")[STEPS], abs=1e-5)
+    assert held_out_loss(run, model) == pytest.approx(curve(run, "eval_loss")[STEPS], abs=1e-5)
 
 
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m == "never_gathered" else thorough) for m in MODES])

@@ -21,7 +21,7 @@ import torch
 
 import compare
 import train
-from tests.kit.runs import ROOT, STEPS, TRAIN, Workplace, assert_same_curve, curve
+from tests.kit.runs import ROOT, STEPS, TRAIN, Workplace, assert_same_curve, curve, held_out_loss
 from trainer.checkpoint import complete
 from trainer.report import read_metrics
 
@@ -122,22 +122,10 @@ def test_run_leaves_what_the_docs_list(two_ranks: Path) -> None:
 def test_export_of_a_sharded_head_loads_in_transformers(place: Workplace, two_ranks: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.config import load_config
-    from trainer.data import PackedSequences, evaluation_batches
-    from trainer.tokens import open_tokens, prepare_tokens
-
     model = AutoModelForCausalLM.from_pretrained(two_ranks / "model")
     tokenizer = AutoTokenizer.from_pretrained(two_ranks / "model")
     assert model.get_output_embeddings().weight.shape == (len(tokenizer), 64) == (509, 64)
-    config = load_config(str(two_ranks / "config.yaml"))
-    tokens = open_tokens(prepare_tokens(config), config)
-    held_out = PackedSequences(tokens.evaluation, config.data.sequence_length, tokens.separator, -100)
-    total, count = 0.0, 0
-    for inputs, targets in evaluation_batches(held_out, config.train.eval_sequences, 3, 0, 1):
-        logits = model(input_ids=inputs).logits
-        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += int((targets != -100).sum())
-    assert total / count == pytest.approx(curve(two_ranks, "eval_loss")[STEPS], abs=1e-5)
+    assert held_out_loss(two_ranks, model) == pytest.approx(curve(two_ranks, "eval_loss")[STEPS], abs=1e-5)
 
 
 def test_resume_after_kill_repeats_the_curve_exactly(place: Workplace, two_ranks: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +17,12 @@ import pytest
 import torch
 
 import train
+from tests.kit.workers import Context
 from trainer.config import load_config
 from trainer.data import PackedSequences, evaluation_batches
+from trainer.parallel import Ranks
 from trainer.report import read_metrics
+from trainer.setup import prepare
 from trainer.tokens import open_tokens, prepare_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +123,23 @@ class Processes:
 
     def text(self) -> str:
         return Path(self.output).read_text()
+
+
+def run_trainer(ctx: Context, arguments: list[str]) -> train.Trainer:
+    """A run as `train.main` makes it, by ranks that exist already."""
+    ranks = Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world)
+    trainer = train.Trainer(prepare(arguments[1], arguments[2:], ranks), ranks)
+    trainer.fit()
+    trainer.finish()
+    ranks.gather(None)
+    return trainer
+
+
+def resumable_copy(run: Path, copy: Path, steps: int) -> Path:
+    """`copy`: the run's folder without the checkpoint of its last step."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / f"step-{steps:08d}")
+    return copy
 
 
 def curve(run: Path, name: str = "loss") -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,16 +74,8 @@ def check_no_parameter_between(name: str, logits: Tensor, returned: Tensor) -> N
     """
     if logits is returned or torch.compiler.is_compiling():
         return
-    seen = {returned.grad_fn, None}
-    nodes: list[Any] = [logits.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            raise UnsupportedForward(f"{name} changes its logits by a trained parameter: it would get no gradient")
-        nodes += [following for following, _ in node.next_functions]
+    if any(hasattr(node, "variable") for node in _graph(logits, returned.grad_fn)):
+        raise UnsupportedForward(f"{name} changes its logits by a trained parameter: it would get no gradient")
 
 
 def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor | None) -> None:
@@ -98,16 +91,20 @@ def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor |
     """
     if returned is None or returned.grad_fn is None:
         return
-    seen = {delivered, None}
-    nodes: list[Any] = [loss.grad_fn]
+    if any(node is returned.grad_fn for node in _graph(loss, delivered)):
+        raise UnsupportedForward(f"{name} adds to its loss what it computes from its logits, which were not made")
+
+
+def _graph(tensor: Tensor, end: Any) -> Iterator[Any]:
+    """The nodes of autograd's graph that `tensor` was made by, without the node `end` and what is only behind it."""
+    seen = {end, None}
+    nodes: list[Any] = [tensor.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node in seen:
-            continue
-        if node is returned.grad_fn:
-            raise UnsupportedForward(f"{name} adds to its loss what it computes from its logits, which were not made")
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
+        if node not in seen:
+            yield node
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
 
 
 def _require(condition: Tensor, message: str, host: bool) -> None:
