@@ -234,7 +234,7 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
     hooks: Any = self._forward_hooks
     hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
-    return _WithValue.apply(loss, loss.detach().new_tensor(call.probe))
+    return _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe))
 
 
 def keep_returned(module: nn.Module, args: Any, output: Any) -> Any:
