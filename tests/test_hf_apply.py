@@ -1,7 +1,6 @@
 """apply(): loss and gradients of a causal LM are the stock ones, logits are made when asked, the rest is refused."""
 
 import copy
-import functools
 import inspect
 import os
 import subprocess
@@ -20,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from flce_dist import VocabParallelHead  # noqa: E402
 from flce_dist.integrations.transformers import UnsupportedForward, apply  # noqa: E402
-from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
+from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, load_sharded, loss_and_grads, tiny  # noqa: E402
 
 SHIFTED = nn.functional.pad(LABELS, (0, 1), value=-100)[:, 1:].contiguous()
 KINDS = {
@@ -563,20 +562,8 @@ def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
 
 
-_make_mesh = functools.cache(torch.distributed.init_device_mesh)
-
-
 def _native(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    config, plain = DistributedConfig(**sizes), torch.distributed.init_device_mesh
-    torch.distributed.init_device_mesh = _make_mesh  # its groups stay for the session: once for each size
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=config, dtype=torch.float32
-        )
-    finally:
-        torch.distributed.init_device_mesh = plain
+    model = load_sharded(folder, sizes)
     apply(model)
     return loss_and_grads(model)
 

@@ -34,6 +34,8 @@ DOZEN = (
 
 def check(model_class: Any) -> None:
     row = compare(model_class)
+    if row.result == "not built" and row.note.startswith(("ImportError", "ModuleNotFoundError")):
+        pytest.skip(f"needs a package: {row.note}")
     assert row.result == TABLE[row.name], row
 
 
@@ -56,7 +58,8 @@ def test_every_architecture_is_as_the_table_says(name: str) -> None:
 
 def test_the_table_has_enough_and_nothing_wrong() -> None:
     results = list(TABLE.values())
-    assert results.count("equal") >= 200
+    assert results.count("equal") >= 225
+    assert results.count("not built") <= 1
     assert "wrong" not in results
     causal = [model_class.__name__ for model_class in architectures()["AutoModelForCausalLM"]]
     assert sum(TABLE[name] == "equal" for name in causal) >= 120

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.kit.workers import Context, Pool
@@ -20,9 +20,10 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from flce_dist.integrations.never_gathered import shard_head  # noqa: E402
 from flce_dist.integrations.transformers import apply, apply_to_trainer  # noqa: E402
-from tests.kit.causal_lm import LABELS, TEXT, tiny, whole  # noqa: E402
+from tests.kit.causal_lm import LABELS, TEXT, load_sharded, tiny, whole  # noqa: E402
 
 STEPS = 2
+TRAINER_TIMEOUT_S = 240.0  # the first one imports all that it needs
 
 
 def _wrap(ctx: Context, model: Any, how: str, early: bool) -> tuple[Any, Any]:
@@ -114,17 +115,29 @@ def test_a_count_that_mixed_precision_rounds_is_refused(workers: Pool) -> None:
 
 
 @contextmanager
-def _as_launched(ctx: Context) -> Iterator[None]:
-    """The environment of a launcher, which accelerate reads; the group of the session's workers is there already."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+def _as_launched(ctx: Context, sharded: bool = False) -> Iterator[None]:
+    """The environment of a launcher, which accelerate reads; the group of the session's workers is there already.
+    accelerate shards models on accelerators only: with `sharded` it takes the CPU for one."""
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     values = {"RANK": ctx.rank, "LOCAL_RANK": ctx.rank, "WORLD_SIZE": ctx.world, "LOCAL_WORLD_SIZE": ctx.world}
+    others = {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
     os.environ |= {name: str(value) for name, value in values.items()} | {"ACCELERATE_USE_CPU": "true"}
+    plain = PartialState.__init__
+
+    def on_an_accelerator(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self.distributed_type = DistributedType.MULTI_GPU
+
+    if sharded:
+        PartialState.__init__ = on_an_accelerator
     try:
         yield
     finally:
-        for name in (*values, "ACCELERATE_USE_CPU"):
+        PartialState.__init__ = plain
+        for name in [name for name in os.environ if name in values or name.startswith(("ACCELERATE_", "FSDP_"))]:
             del os.environ[name]
+        os.environ |= others
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
 
@@ -132,19 +145,23 @@ def _as_launched(ctx: Context) -> Iterator[None]:
 def _trainer(ctx: Context, how: str) -> Any:
     from tests.test_hf_trainer import history, trainer
 
-    with _as_launched(ctx), tempfile.TemporaryDirectory() as folder:
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2}} if "fsdp2" in how else {}
+    with _as_launched(ctx, bool(fsdp)), tempfile.TemporaryDirectory() as folder:
         run = trainer(
             Path(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2, ddp_backend="gloo",
-            max_grad_norm=0.0, per_device_eval_batch_size=2,
+            max_grad_norm=0.0, per_device_eval_batch_size=2, **fsdp,
         )  # fmt: skip
         run.eval_dataset = run.train_dataset[:8]
-        if how == "never gathered":
-            shard_head(run.model, "lm_head", ctx.mesh(4, names=("data",)))
+        if "never gathered" in how:
+            head = shard_head(run.model, "lm_head", ctx.mesh(4, names=("data",)))
+            if fsdp:
+                run.accelerator.state.fsdp_plugin.ignored_modules = [head]
         if how != "stock":
             apply_to_trainer(run)
         run.train()
         evaluation = run.evaluate()["eval_loss"]
         assert run.accelerator.num_processes == ctx.world
+        assert isinstance(run.model, FSDPModule) == bool(fsdp)
         dist.barrier()
         losses = [loss for loss, _ in history(run)]
         return [*losses, evaluation], {name: whole(p.detach()) for name, p in run.model.named_parameters()}
@@ -153,15 +170,48 @@ def _trainer(ctx: Context, how: str) -> Any:
 @pytest.fixture(scope="module")
 def stock_on_ranks(workers: Pool) -> Any:
     pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
-    return workers.run(4, _trainer, "stock")[0]
+    return workers.run(4, _trainer, "stock", timeout=TRAINER_TIMEOUT_S)[0]
 
 
-@pytest.mark.parametrize("how", ["ddp", "never gathered"])
+@pytest.mark.parametrize("how", ["ddp", "never gathered", "fsdp2", "never gathered beside fsdp2"])
 def test_a_trainer_on_four_ranks(how: str, stock_on_ranks: Any, workers: Pool) -> None:
     """It counts the tokens of all ranks and multiplies each rank's loss by their number: right for a head that is
     averaged like the body, and not to reach the shards of one that is not."""
     losses, parameters = stock_on_ranks
-    for ours, ours_parameters in workers.run(4, _trainer, how):
+    for ours, ours_parameters in workers.run(4, _trainer, how, timeout=TRAINER_TIMEOUT_S):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-4, atol=1e-5)
         for name, value in parameters.items():
             torch.testing.assert_close(ours_parameters[name], value, rtol=1e-3, atol=1e-4)
+
+
+def _trainer_of_a_sharded_model(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
+    from tests.test_hf_trainer import history, trainer
+
+    with _as_launched(ctx, sharded=True), tempfile.TemporaryDirectory() as out:
+        batch = 2 // sizes.get("fsdp_size", 1)
+        run = trainer(
+            Path(out), load_sharded(folder, sizes), per_device_train_batch_size=batch, ddp_backend="gloo",
+            max_grad_norm=0.0,
+        )  # fmt: skip
+        handle = apply_to_trainer(run)
+        run.train()
+        assert handle.output is not None
+        return history(run), {name: whole(p.detach()) for name, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}], ids=str)
+def test_a_trainer_with_transformers_own_tensor_parallelism(sizes: dict[str, int], workers: Pool) -> None:
+    """Step by step beside the stock Trainer in one process."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    from tests.test_hf_trainer import assert_same_history, history, trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny(num_key_value_heads=4)
+        model.save_pretrained(folder)
+        stock = trainer(Path(folder) / "run", model, per_device_train_batch_size=2, max_grad_norm=0.0)
+        stock.train()
+        results = workers.run(4, _trainer_of_a_sharded_model, folder, sizes, timeout=TRAINER_TIMEOUT_S)
+    for ours, parameters in results:
+        assert_same_history(ours, history(stock))
+        for name, value in stock.model.named_parameters():
+            torch.testing.assert_close(parameters[name], value.detach(), rtol=1e-3, atol=1e-4)

@@ -71,41 +71,105 @@ AFTER_HEAD = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 30, "audio_token_offset": 62},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 32, "latent_channels": 32, "base_channels": 32},
     "big_bird": {"attention_type": "original_full"},
+    "blip-2": {"image_token_index": 3, "num_query_tokens": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "chameleon": {"vocabulary_map": {"<image>": 3, "IMGIMGAZ": 4, "IMGIMGBZ": 5}},
+    "chameleon_vqgan": {"base_channels": 32, "latent_channels": 32},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "cosmos3_edge_text": _MROPE,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2, "n_group": 1,
+                           "topk_group": 1, "moe_intermediate_size": 16},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "per_layer_config": {}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 16, "moe_intermediate_size": 16,
+                        "head_dim": 16},
+    "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "ernie4_5_vl_moe_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "emu3": {"vocabulary_map": {"<image>": 3, "<|extra_200|>": 4, "<|visual token 000000|>": 5}},
+    "emu3_vqgan": {"base_channels": 32, "codebook_size": 64},
+    "ernie4_5_vl_moe_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                             "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "fast_vlm": {"vision_config": {"model_type": "timm_wrapper", "architecture": "test_vit", "hidden_size": 64}},
+    "florence_vision": {"embed_dim": [32] * 4, "num_heads": [4] * 4, "num_groups": [4] * 4, "depths": [1] * 4,
+                        "projection_dim": 32},
+    "gemma3n": {"vision_config": {"model_type": "gemma3n_vision", "architecture": "test_vit", "hidden_size": 64}},
+    "gemma3n_audio": {"conf_num_hidden_layers": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48, "activation_sparsity_pattern": None,
                      "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "glm4v_text": _MROPE,
     "glm4v_moe_text": _MROPE,
     "glm_ocr_text": _MROPE,
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2",
+                        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 48,
+                                          "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 32,
+                                          "patch_size": 8}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
+    "hy_v4_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "inkling2_vision": {"text_hidden_size": 32},
+    "inkling2_loop_vision": {"text_hidden_size": 32},
+    "instructblip": {"image_token_index": 3, "num_query_tokens": 4},
+    "instructblipvideo": {"video_token_index": 3, "num_query_tokens": 4},
+    "janus_vision_model": {"projection_dim": 32},
+    "janus_vqgan": {"base_channels": 32, "latent_channels": 32, "projection_dim": 32, "image_token_embed_dim": 32,
+                    "num_embeddings": 64},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "num_layers": 2,
                       "ffn_hidden_size": 48, "num_hidden_layers": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "mistral4": {"head_dim": 16},
+    "molmo2_adapter": {"vision_feature_layer": [2, 1], "text_hidden_size": 32},
+    "molmo2_vision": {"image_size": [32, 32], "num_position_embeddings": 16},
+    "muse_spark": {"projector_hidden_size": 32},
+    "muse_spark_audio": {"hidden_sizes": [32] * 4, "depths": [1] * 4},
+    "muse_spark_text": {"moe_hidden_size": 16, "moe_intermediate_size": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h_omni": {"projector_hidden_size": 32, "vision_hidden_size": 32},
     "paddleocr_vl_text": _MROPE,
+    "perception_lm": {"vision_config": {"model_type": "timm_wrapper", "architecture": "test_vit",
+                                        "model_args": {"embed_dim": 64}}},
+    "pp_formulanet_vision": {"decoder_hidden_size": 32, "post_conv_out_channels": 32, "post_conv_mid_channels": 32},
     "qwen2_vl_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "qwen2_5_omni_text": _MROPE,
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                       "indexer_compress_ratio": 2, "hc_lowrank": 8, "moe_intermediate_size": 16,
+                       "shared_expert_intermediate_size": 16},
+    "radio": {"video_temporal_patch_size": 2},
     "reformer": {"is_decoder": True, "hash_seed": 0, "hidden_dropout_prob": 0.0,
                  "local_attention_probs_dropout_prob": 0.0, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16],
                  "attn_layers": ["local", "lsh"] * 2, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "step3p5": {"sliding_window": 8},
     "step3p7_text": {"sliding_window": 8},
+    "wavtokenizer_encoder": {"codebook_size": 32, "codebook_dim": 32, "num_filters": 2, "decoder_hidden_size": 32,
+                             "decoder_num_layers": 1},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
+              "attention_head_dim": 16, "mamba_dt_rank": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
                "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64, "attention_head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+# Where the config's own defaults are refused by its checks, by model type.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                                         "vocab_size_per_layer_input": 0}},
+}  # fmt: skip
+SPECIAL["gemma4_assistant"] = {
+    "text_config": {**DEFAULTS["gemma4_assistant"]["text_config"], "vocab_size": VOCAB, "hidden_size": 32,
+                    "intermediate_size": 48, "num_hidden_layers": 4, "num_kv_shared_layers": 4, "head_dim": 8,
+                    "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
 
 
@@ -140,7 +204,7 @@ def architectures() -> dict[str, list[type]]:
 
 def tiny_config(config_class: Any, nested: bool = False) -> Any:
     """A config of a model of some ten thousand parameters."""
-    default = config_class()
+    default = config_class(**DEFAULTS.get(config_class.model_type, {}))
     values: dict[str, Any] = {}
     for name, value in default.to_dict().items():
         if name in default.sub_configs and value is not None:
@@ -158,14 +222,33 @@ def tiny_config(config_class: Any, nested: bool = False) -> Any:
 
 
 def inputs() -> Tensor:
-    return torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    return torch.randint(6, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def further_inputs(name: str) -> dict[str, Any]:
+    """What the forward of a model class cannot do without, beside text."""
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    beginning = {"input_ids": torch.cat([torch.full((2, 4), 3), inputs()[:, 4:]], 1)}  # with four tokens of an image
+    return {
+        "Blip2ForConditionalGeneration": {**beginning, "pixel_values": image},
+        "GitForCausalLM": {"pixel_values": image},
+        "InstructBlipForConditionalGeneration": {**beginning, "pixel_values": image, "qformer_input_ids": inputs()},
+        "InstructBlipVideoForConditionalGeneration": {
+            **beginning,
+            "pixel_values": image[:, None],
+            "qformer_input_ids": inputs(),
+        },
+        "Molmo2ForConditionalGeneration": {"mm_token_type_ids": torch.zeros_like(inputs())},
+        "PPFormulaNetForConditionalGeneration": {"pixel_values": image},
+    }.get(name, {})
 
 
 def loss_and_grads(model: Any) -> tuple[float, dict[str, Tensor]]:
     """In training mode, as the Trainer calls it, with the same dropout each time."""
     torch.manual_seed(1)
     model.zero_grad()
-    outputs = model(input_ids=inputs(), labels=inputs(), use_cache=False, num_items_in_batch=torch.tensor(17))
+    values = {"input_ids": inputs(), "labels": inputs(), **further_inputs(type(model).__name__)}
+    outputs = model(**values, use_cache=False, num_items_in_batch=torch.tensor(17))
     outputs.loss.backward()
     return outputs.loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -204,7 +287,7 @@ def compare(model_class: Any) -> Row:
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         ours = "flce_dist" in traceback.extract_tb(error.__traceback__)[-1].filename
-        reason = notes[0] if notes else str(error)
+        reason = f"{notes[0]} ({first_line(error)})" if notes else str(error)
         return Row(name, "refused" if ours or notes else "wrong", note=reason.removeprefix("flce_dist: "))
     loss_error = abs(fused_loss - loss) / abs(loss)
     grad_error = largest_error(fused_grads, grads)
@@ -250,15 +333,17 @@ def page(rows: list[Row]) -> str:
         f"{transformers.__version__} and torch {torch.__version__}.",
         "",
         "Every class that `AutoModelForCausalLM` and `AutoModelForImageTextToText` make, built from a tiny random "
-        "config in fp32, in training mode, with text alone, called as the `Trainer` calls it (`num_items_in_batch`): "
-        "the loss and the gradients of all parameters after [`apply`](transformers.md) beside the stock ones.",
+        "config in fp32, in training mode, called as the `Trainer` calls it (`num_items_in_batch`): the loss and the "
+        "gradients of all parameters after [`apply`](transformers.md) beside the stock ones. Inputs are text alone, "
+        "and an image where the forward asks for one. FastVlm, Gemma3n and PerceptionLM need the package timm, Inkling "
+        "scipy.",
         "",
         f"- **equal** ({count['equal']}): loss and all gradients agree to {TOLERANCE:g}; the largest error is "
         f"{largest:.0e}. Gradients are compared parameter by parameter, by norm.",
         f"- **refused** ({count['refused']}): `apply`, or the first step, raises an error that says why.",
         f"- **wrong** ({count['wrong']})",
-        f"- **not built** ({count['not built']}): the tiny config is too simple for this model, it needs an image, or "
-        "a package that was not installed. Such a model is checked in its first step, as every model is.",
+        f"- **not built** ({count['not built']}): the stock model fails, or needs a package that was not installed. "
+        "Such a model is checked in its first step, as every model is.",
         "",
         "| model | | largest error, or reason |",
         "|---|---|---|",

@@ -1,5 +1,6 @@
 """Tiny causal LMs of transformers, and their loss and gradients."""
 
+import functools
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def tiny(kind: str = "Llama", **config: Any) -> Any:
         **config,
     }
     return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+_make_mesh = functools.cache(torch.distributed.init_device_mesh)
+
+
+def load_sharded(folder: str, sizes: dict[str, int]) -> Any:
+    """A saved model as transformers itself shards it, over `tp_size`, `fsdp_size` or both, of all ranks."""
+    from transformers.distributed import DistributedConfig
+
+    config, plain = DistributedConfig(**sizes), torch.distributed.init_device_mesh
+    torch.distributed.init_device_mesh = _make_mesh  # its groups stay for the session: once for each size
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+    finally:
+        torch.distributed.init_device_mesh = plain
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -19,6 +19,22 @@ _FORMER = "_flce_former_options"
 _OPTIONS = frozenset(LossOptionsDict.__annotations__)
 
 
+def owner_of_head(model: Any) -> Any:
+    """The model, or the causal LM inside of it whose logits it takes for its own.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inside = [child for child in model.children() if hasattr(child, "get_output_embeddings")]
+    owners = [each for each in (model, *inside) if each.get_output_embeddings() is not None]
+    if not owners:
+        raise TypeError(
+            f"{type(model).__name__} has no output embedding: it is a body without a head; take the class that has one "
+            "(AutoModelForCausalLM)"
+        )
+    return owners[0]
+
+
 def find_heads(model: Any) -> list[nn.Module]:
     """The modules that may compute the model's logits: one, or with PEFT's `modules_to_save` the original and its
     trained copies.
@@ -26,9 +42,7 @@ def find_heads(model: Any) -> list[nn.Module]:
     Raises:
         TypeError: there is none, or an adapter is around it, whose part the loss would leave out.
     """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise TypeError(f"{type(model).__name__} has no output embedding")
+    head = owner_of_head(model).get_output_embeddings()
     if "peft" not in sys.modules:
         return [head]
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -101,13 +115,14 @@ def shard_head(
         TypeError: the head is no plain `nn.Linear`.
         ValueError: it is tied to the input embedding.
     """
-    if getattr(linear, "weight", None) is getattr(model.get_input_embeddings(), "weight", None):
+    owner = owner_of_head(model)
+    if getattr(linear, "weight", None) is getattr(owner.get_input_embeddings(), "weight", None):
         raise ValueError(
             "the model ties its output to its input embedding: a sharded head cannot share the full embedding; set "
             "tie_word_embeddings to false, or do not shard the head"
         )
     head = VocabParallelHead.from_linear(linear, group, **arguments)  # type: ignore[arg-type]
-    model.set_output_embeddings(head)
+    owner.set_output_embeddings(head)
     return head
 
 
@@ -123,7 +138,7 @@ def unshard_head(model: Any, head: VocabParallelHead) -> None:
     linear.weight = full(head.weight)
     if head.bias is not None:
         linear.bias = full(head.bias)
-    model.set_output_embeddings(linear)
+    owner_of_head(model).set_output_embeddings(linear)
 
 
 def full_logits(head: nn.Module, logits: torch.Tensor) -> torch.Tensor:

@@ -146,11 +146,7 @@ def _check_model(model: Any) -> None:
             raise TypeError(f"got {name}: call apply() before {wrapping}, or on its .{inner}")
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         raise TypeError(f"expected a causal language model of transformers, got {name}")
-    if model.get_output_embeddings() is None:
-        raise TypeError(
-            f"{name} has no output embedding: it is a body without a head; take the class that has one "
-            "(AutoModelForCausalLM)"
-        )
+    heads.owner_of_head(model)
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"{name} has the loss function {getattr(model.loss_function, '__name__', model.loss_function)}; only "
@@ -158,4 +154,6 @@ def _check_model(model: Any) -> None:
         )
     code = inspect.unwrap(type(model).forward).__code__
     if "loss_function" not in code.co_names and "super" not in code.co_names:
+        if "labels" not in code.co_varnames:
+            raise ValueError(f"{name}.forward takes no labels: it has no loss")
         raise ValueError(f"{name}.forward computes its loss itself, not by model.loss_function: it would need logits")

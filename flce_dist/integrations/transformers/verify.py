@@ -42,7 +42,7 @@ def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
     Raises:
         UnsupportedForward: the loss function got other labels than the model.
     """
-    message = f"{name} gave its loss function other labels than it was given"
+    message = f"{name} gave its loss function other labels than it was given, or did not shift them"
     if got.shape != given.shape:
         raise UnsupportedForward(message)
     _require((got == given.to(got.device)).all(), message, host)
