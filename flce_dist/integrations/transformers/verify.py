@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +35,8 @@ def check_after_head(name: str, after: AfterHead, probe: float, logits: Tensor, 
         raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}") + remedy)
     ulps = 4 if logits.dtype.itemsize >= 4 else 2
     close = (logits.detach() - expected).abs() <= ulps * torch.finfo(logits.dtype).eps * abs(expected)
+    if host and not close:
+        raise UnsupportedForward(message.format(f"{probe:g} became {logits.item():g} instead of {expected:g}") + remedy)
     _require(close, message.format(f"{probe:g} did not become {expected:g}"), host, remedy)
 
 
@@ -67,47 +68,6 @@ def check_unchanged(name: str, labels: Tensor, version: int | None) -> None:
     """
     if version is not None and labels._version != version:
         raise UnsupportedForward(f"{name} changes its labels in place: change them before it is called")
-
-
-def check_no_parameter_between(name: str, logits: Tensor, returned: Tensor) -> None:
-    """
-    Raises:
-        UnsupportedForward: a parameter takes part between what the head returned and what the loss function was given,
-            such as a learned temperature that is still 1.
-    """
-    if logits is returned or torch.compiler.is_compiling():
-        return
-    if any(hasattr(node, "variable") for node in _graph(logits, returned.grad_fn)):
-        raise UnsupportedForward(f"{name} changes its logits by a trained parameter: it would get no gradient")
-
-
-def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor | None) -> None:
-    """Whether the model computed more from its logits than the loss (a penalty, say): that was computed from a probe.
-    It is seen in the graph of `loss`, so not in evaluation.
-
-    Args:
-        delivered: the graph's node that made what the loss function returned.
-        returned: what the head returned.
-
-    Raises:
-        UnsupportedForward: it did.
-    """
-    if returned is None or returned.grad_fn is None:
-        return
-    if any(node is returned.grad_fn for node in _graph(loss, delivered)):
-        raise UnsupportedForward(f"{name} adds to its loss what it computes from its logits, which were not made")
-
-
-def _graph(tensor: Tensor, end: Any) -> Iterator[Any]:
-    """The nodes of autograd's graph that `tensor` was made by, without the node `end` and what is only behind it."""
-    seen = {end, None}
-    nodes: list[Any] = [tensor.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            yield node
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
 
 
 DEVICE_MESSAGE_LENGTH = 254
