@@ -23,6 +23,7 @@ them. `row_stats_grad` is what one rank alone has in place of `row_stats`, `comb
 summed hidden gradient, and `narrow`, once a step, a weight gradient that was accumulated in float32."""
 STATISTICS_BYTES = 16
 """Of a row and rank: four float32."""
+TARGET_BYTES = 8
 REDUCED_ITEMSIZE = 4
 """The hidden gradient is summed in float32."""
 

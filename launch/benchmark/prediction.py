@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .costs import LINKS, REDUCED_ITEMSIZE, STATISTICS_BYTES, Costs, Link, LocalWork
+from .costs import LINKS, REDUCED_ITEMSIZE, STATISTICS_BYTES, TARGET_BYTES, Costs, Link, LocalWork
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Schedule:
 class Prediction:
     """Seconds of a step, and of what: `waits` by collective are when the GPU does nothing else; `lost` is what the
     products lose to collectives beside them; `host` what issuing the step takes, which is the step's time if longer.
-    `one_rank` is the time of the same problem on one."""
+    `one_rank` is the time of the same problem on one. `issued` are the products and collectives in order, the latter
+    with the bytes of the whole tensor."""
 
     num_ranks: int
     rows: int
@@ -44,6 +45,7 @@ class Prediction:
     lost: float
     host: float
     one_rank: float | None = None
+    issued: list[tuple[str, float]] = field(default_factory=list, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -57,30 +59,36 @@ class Prediction:
 class _Timeline:
     """Two queues, the GPU's kernels and its collectives, each in the order of issue."""
 
-    def __init__(self, product_lost: float) -> None:
-        self.now = self.network = 0.0
-        self._product_lost = product_lost
+    def __init__(self, costs: Costs, num_ranks: int, link: Link) -> None:
+        self._costs, self._num_ranks, self._link = costs, num_ranks, link
         self._running: list[tuple[float, float]] = []
-        self.products = self.kernels = self.lost = 0.0
+        self._network = 0.0
+        self.now = self.products = self.kernels = self.lost = 0.0
         self.waits: dict[str, float] = {}
+        self.issued: list[tuple[str, float]] = []
 
-    def kernel(self, seconds: float) -> None:
+    def kernel(self, stage: str, work: LocalWork) -> None:
+        self.other(self._costs.stage(stage, work))
+
+    def other(self, seconds: float) -> None:
         self.now += seconds
         self.kernels += seconds
 
-    def product(self, seconds: float) -> None:
+    def product(self, stage: str, work: LocalWork, share: float = 1.0) -> None:
+        seconds = share * self._costs.stage(stage, work)
         end = self.now + seconds
         beside = sum(max(0.0, min(end, b) - max(self.now, a)) for a, b in self._running)
-        self.now = end + self._product_lost * beside
-        self.products += seconds
-        self.lost += self._product_lost * beside
+        lost = self._costs.product_lost * beside
+        self.now, self.products, self.lost = end + lost, self.products + seconds, self.lost + lost
+        self.issued.append((stage, 0.0))
 
-    def collective(self, seconds: float) -> float:
+    def collective(self, name: str, num_bytes: float, slower: float = 1.0) -> float:
         """Starts after the kernels before it and the collectives before it; when it ends."""
-        start = max(self.now, self.network)
-        self.network = start + seconds
-        self._running.append((start, self.network))
-        return self.network
+        start = max(self.now, self._network)
+        self._network = start + slower * self._costs.collective(name, num_bytes, self._num_ranks, self._link)
+        self._running.append((start, self._network))
+        self.issued.append((name, num_bytes))
+        return self._network
 
     def wait(self, name: str, end: float) -> None:
         self.waits[name] = self.waits.get(name, 0.0) + max(0.0, end - self.now)
@@ -93,12 +101,15 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Forward and backward of the default loss. `num_tokens` are the group's; `layout` is "replicated" or "sharded".
     `rows` of a chunk default to those that the loop chooses."""
-    columns = -(-vocab_size // num_ranks)
-    work = LocalWork.planned(num_tokens, hidden_size, columns, itemsize, num_ranks, rows)
+    columns, sharded = -(-vocab_size // num_ranks), layout == "sharded"
+    group_tokens = -(-num_tokens // num_ranks) * num_ranks if sharded else num_tokens
+    work = LocalWork.planned(group_tokens, hidden_size, columns, itemsize, num_ranks, rows)
+    if sharded:
+        work = replace(work, rows=max(1, work.rows // num_ranks) * num_ranks)
     if schedule.double_buffered:
         half = min(max(1, work.rows // 2), -(-num_tokens // 2))
         work = replace(work, rows=half)
-    found = _run(work, costs, link, layout == "sharded", schedule)
+    found = _run(work, costs, link, sharded, schedule)
     if num_ranks == 1:
         return replace(found, one_rank=found.seconds)
     alone = predict(num_tokens, hidden_size, vocab_size, 1, costs, link, itemsize=itemsize)
@@ -106,63 +117,64 @@ def predict(
 
 
 def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedule: Schedule) -> Prediction:
-    line, ranks, chunks = _Timeline(costs.product_lost), work.num_ranks, work.chunks()
+    line, ranks, chunks = _Timeline(costs, work.num_ranks, link), work.num_ranks, work.chunks()
     reduced = REDUCED_ITEMSIZE if work.itemsize == 2 else work.itemsize
     reduction = "reduce_scatter" if sharded_tokens else "all_reduce"
-    pending: float | None = None
-    exchanged: list[float] = []
     gathered: list[float] = []
+    exchanged: list[float] = []
+    summed: list[float] = []
 
     def gather(i: int) -> None:
-        if ranks > 1 and sharded_tokens and len(gathered) == i < len(chunks):
-            num_bytes = chunks[i].rows * work.hidden_size * work.itemsize
-            gathered.append(line.collective(costs.collective("all_gather", num_bytes, ranks, link)))
+        if len(gathered) == i < len(chunks):
+            gathered.append(line.collective("all_gather", chunks[i].rows * work.hidden_size * work.itemsize))
 
     def to_statistics(i: int) -> None:
-        if i >= len(chunks) or len(exchanged) > i:
+        if len(exchanged) > i or i >= len(chunks):
             return
-        gather(i)
-        if gathered:
+        if sharded_tokens:
+            gather(i)
             line.wait("hidden states", gathered[i])
-        if schedule.prefetch:
-            gather(i + 1)
-        line.product(costs.stage("logits", chunks[i]))
-        line.kernel(costs.stage("row_stats", chunks[i]))
-        num_bytes = STATISTICS_BYTES * chunks[i].rows * ranks
-        exchanged.append(line.collective(costs.collective("all_gather", num_bytes, ranks, link)))
+            if schedule.prefetch:
+                gather(i + 1)
+        line.product("logits", chunks[i])
+        if sharded_tokens and i == 0:
+            line.wait("targets", line.collective("all_gather", TARGET_BYTES * work.num_tokens))
+        line.kernel("row_stats", chunks[i])
+        exchanged.append(line.collective("all_gather", STATISTICS_BYTES * chunks[i].rows * ranks))
 
-    def take_sum(i: int) -> None:
-        if pending is not None:
-            line.wait("hidden gradient", pending)
-            if reduced != work.itemsize:
-                line.kernel(costs.stage("copy", chunks[i]))
+    def take_sum(chunk: LocalWork) -> None:
+        line.wait("hidden gradient", summed[-1])
+        if reduced != work.itemsize:
+            line.kernel("copy", chunk)
 
     for i, chunk in enumerate(chunks):
         if ranks == 1:
-            line.product(costs.stage("logits", chunk))
-            line.kernel(costs.stage("row_stats_grad", chunk))
-            line.product(costs.stage("hidden_grad", chunk))
+            line.product("logits", chunk)
+            line.kernel("row_stats_grad", chunk)
+            line.product("hidden_grad", chunk)
         else:
             to_statistics(i)
             if schedule.double_buffered:
                 to_statistics(i + 1)
             line.wait("statistics", exchanged[i])
-            line.kernel(costs.stage("combine", chunk))
-            line.kernel(costs.stage("row_grad", chunk))
-            take_sum(i - 1)
-            num_bytes = chunk.rows * work.hidden_size * reduced / schedule.pieces
+            line.kernel("combine", chunk)
+            line.kernel("row_grad", chunk)
+            if i > 0:
+                take_sum(chunks[i - 1])
+            num_bytes = chunk.rows * work.hidden_size * reduced
             for _ in range(schedule.pieces):
-                line.product(costs.stage("hidden_grad", chunk) / schedule.pieces)
-                seconds = costs.collective(reduction, num_bytes, ranks, link)
-                # Where it is faster than the products, it is beside them all the time.
-                pending = line.collective(seconds * costs.collective_slower)
-        line.product(costs.stage("weight_grad" if i == 0 else "weight_grad_more", chunk))
-    take_sum(len(chunks) - 1)
-    line.kernel(costs.small_kernels)
+                line.product("hidden_grad", chunk, 1 / schedule.pieces)
+                summed.append(line.collective(reduction, num_bytes / schedule.pieces, costs.collective_slower))
+        line.product("weight_grad" if i == 0 else "weight_grad_more", chunk)
+    if ranks > 1:
+        take_sum(chunks[-1])
+    line.other(costs.small_kernels)
     if work.accumulator_itemsize != work.itemsize:
-        line.kernel(costs.stage("narrow", work))
+        line.kernel("narrow", work)
     host = costs.host_call + (len(chunks) - 1) * costs.host_chunk
-    return Prediction(ranks, work.rows, line.now, line.products, line.kernels, line.waits, line.lost, host)
+    return Prediction(
+        ranks, work.rows, line.now, line.products, line.kernels, line.waits, line.lost, host, issued=line.issued
+    )
 
 
 def check_steps(costs: Costs, measurements: dict[str, Any]) -> list[dict[str, Any]]:
