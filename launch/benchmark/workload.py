@@ -37,6 +37,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("llama3-8k", 8192, 4096, 128256),
+        Shape("llama3-16k", 16384, 4096, 131072),
         Shape("gemma2-8k", 8192, 2304, 256000),
         Shape("small", 4096, 2048, 32000),
         Shape("2k", 2048, 4096, 128256),

@@ -1,0 +1,157 @@
+"""Times of the collectives of the chunk loop, and what they and a matrix product cost each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from flce_dist import collectives
+
+from . import measure
+
+WARM_UP_CALLS = 3
+MESSAGE_BYTES = tuple(2**power for power in range(16, 28))
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long things are measured: seconds for the stages of one shape, calls of a collective, rounds of a step and
+    seconds of each, the largest message, and tokens, hidden size and columns of the product beside collectives."""
+
+    stage_seconds: float = 0.3
+    calls: int = 20
+    rounds: int = 4
+    round_seconds: float = 0.04
+    most_bytes: int = 2**27
+    beside: tuple[int, int, int] = (4096, 4096, 65536)
+
+
+QUICK = Effort(0.01, 3, 2, 0.005, 2**18, (64, 64, 4096))
+"""For a CPU."""
+
+
+def busy_work(device: torch.device) -> Callable[[], object]:
+    """Some milliseconds of GPU work, during which the host can issue what is measured: else its own time counts."""
+    if device.type != "cuda":
+        return lambda: None
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    return lambda: [x @ x for _ in range(4)]
+
+
+def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Effort) -> dict[str, list[list[float]]]:
+    """`[bytes, seconds]` of each collective of the loop; bytes are those of the whole tensor."""
+    size = dist.get_world_size(group)
+    busy = busy_work(device)
+
+    def gather(num_bytes: int) -> Callable[[], object]:
+        piece = torch.zeros(num_bytes // size // 2, device=device, dtype=torch.bfloat16)
+        return lambda: collectives.all_gather(piece, group)
+
+    def reduce(num_bytes: int) -> Callable[[], object]:
+        whole = torch.zeros(num_bytes // 4, device=device)
+        return lambda: collectives.all_reduce_start(whole, group).wait()
+
+    def scatter(num_bytes: int) -> Callable[[], object]:
+        whole = torch.zeros(num_bytes // 4 // size * size, device=device)
+        mine = whole.new_empty(len(whole) // size)
+        return lambda: collectives.reduce_scatter_start(mine, whole, group).wait()
+
+    found: dict[str, list[list[float]]] = {}
+    for name, make in (("all_gather", gather), ("all_reduce", reduce), ("reduce_scatter", scatter)):
+        for num_bytes in (n for n in MESSAGE_BYTES if n <= effort.most_bytes):
+            call = make(num_bytes)
+            for _ in range(WARM_UP_CALLS):
+                call()
+            _align(group, device)
+            busy()
+            marks = measure.Marks(device)
+            for _ in range(effort.calls + 1):
+                marks.mark("")
+                call()
+            marks.mark("")
+            # The first call of the row waits for the other rank to arrive.
+            times = [seconds for _, seconds in marks.seconds()][1:]
+            found.setdefault(name, []).append([num_bytes, statistics.median(times)])
+    return found
+
+
+def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, effort: Effort) -> dict[str, float]:
+    """A matrix product and all-reduces, each alone and at the same time.
+
+    `product_lost`: seconds that the product takes longer, for each second of the collectives alone.
+    `collective_slower`: time of the collectives beside the product over that alone; on CPU it cannot be seen, and is
+    left out.
+    """
+    rows, width, columns = effort.beside
+    grad = torch.randn(rows, columns, device=device, dtype=dtype)
+    x, out = (
+        torch.randn(rows, width, device=device, dtype=dtype),
+        torch.empty(columns, width, device=device, dtype=dtype),
+    )
+    part = torch.zeros(rows, width, device=device)
+    busy = busy_work(device)
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(num_collectives: int, product: bool) -> tuple[float, float]:
+        """Seconds until the product was done, and until the collectives were."""
+        _align(group, device)
+        busy()
+        marks, ends = measure.Marks(device), measure.Marks(device)
+        marks.mark("")
+        ends.mark("")
+        pending = [collectives.all_reduce_start(part, group) for _ in range(num_collectives)]
+        if product:
+            torch.mm(grad.t(), x, out=out)
+        marks.mark("product")
+        with _on(side):
+            for work in pending:
+                work.wait()
+            ends.mark("collectives")
+        measure.synchronize(device)
+        return next(marks.seconds())[1], next(ends.seconds())[1]
+
+    def median(num_collectives: int, product: bool) -> tuple[float, float]:
+        found = [run(num_collectives, product) for _ in range(effort.calls)]
+        return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+
+    run(2, True)
+    alone, _ = median(0, True)
+    # As many as keep the link busy for about half of the product.
+    one = slowest(median(1, False)[1], group, device)
+    count = max(1, int(0.5 * slowest(alone, group, device) / one))
+    _, collectives_alone = median(count, False)
+    product, together = median(count, True)
+    found = {
+        "product_seconds": alone,
+        "collective_seconds": collectives_alone,
+        "product_lost": max(0.0, product - alone) / collectives_alone,
+    }
+    return found if side is None else found | {"collective_slower": together / collectives_alone}
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _align(group: dist.ProcessGroup, device: torch.device) -> None:
+    measure.synchronize(device)
+    collectives.all_reduce_sum(torch.zeros(1, device=device), group)
+    measure.synchronize(device)
+
+
+def slowest(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    if group is None:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.item()
