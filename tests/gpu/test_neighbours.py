@@ -1,4 +1,4 @@
-"""Cases of other projects' suites whose sizes need a GPU; `tests/neighbours` has the others, and says whose they are."""
+"""Cases of other projects' suites whose sizes need a GPU; `tests/neighbours` has the rest, and says whose they are."""
 
 from typing import Any
 
