@@ -221,7 +221,8 @@ def cce_check(row: dict[str, Any]) -> None:
     exact, eager = (plain(inputs, upstream, dtype, **options) for dtype in (torch.float32, None))
     got = run(None, inputs, upstream, **options)
     loss_tolerance, grad_tolerance = CCE_TOLERANCE[row["dtype"]]
-    no_worse(got.loss, exact.loss, eager.loss, loss_tolerance, "loss")
+    # Theirs are losses of single tokens, about 10 at most: sums and squares are held to it relative to their size.
+    no_worse(got.loss, exact.loss, eager.loss, loss_tolerance * max(1.0, exact.loss.abs().max().item() / 10), "loss")
     for name in ("hidden", "weight", "bias"):
         no_worse(*(getattr(outcome, name) for outcome in (got, exact, eager)), grad_tolerance, f"{name} gradient")
 
