@@ -152,6 +152,9 @@ def measure_shape(
     say = print if speaks else _silent
     say(f"# {shape}", flush=True)
     inputs = workload.make_inputs(shape, DTYPES[args.dtype], device, args.data, args.ignored, args.seed)
+    if group is not None:
+        for tensor in inputs:  # torch.multinomial draws other targets on another GPU
+            dist.broadcast(tensor, group_src=0, group=group)
     problem = workload.make_problem(shape, inputs, group)
     expected = None if args.no_errors else accuracy.reference(problem, inputs[1])
     del inputs

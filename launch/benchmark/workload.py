@@ -89,7 +89,7 @@ class Problem:
 def make_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, data: str, ignored: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden [N, H]`, full `weight [V, H]` and `target [N]`; the same on all ranks for a seed.
+    """`hidden [N, H]`, full `weight [V, H]` and `target [N]`, from a seed.
 
     Args:
         data: "random": logits of spread 1 without structure; "trained": see `trained_inputs`.
