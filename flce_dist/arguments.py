@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
-from .options import LossOptions, LossOptionsDict, is_finite, recomputes
+from .options import LossOptions, LossOptionsDict, is_finite, options_of, recomputes
 from .shard import VocabShard, partition_error
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
@@ -79,7 +79,7 @@ def resolve(given: Given) -> Arguments:
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    options = LossOptions(**given.options)
+    options = options_of(given.options)
     _check_call(given, options)
     given = autocast(local_tensors(given))
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight

@@ -119,6 +119,6 @@ class WeightGradient:
         self._first = False
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.weight is not None:
+        if self.weight is not None and (self._first or self._num_columns < self.weight.shape[0]):
             self.weight[0 if self._first else self._num_columns :].zero_()
         return self.weight, self.bias

@@ -55,7 +55,7 @@ class HiddenGradient:
         self._group = group
         self._grad = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         self._reduce_dtype = reduce_dtype if group is not None else hidden.dtype
-        self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._pending: list[tuple[collectives.Started, Tensor, Tensor]] = []
 
     def chunk(self, start: int, stop: int) -> Tensor:
         """Where the loop writes this rank's part of a chunk's gradient."""
