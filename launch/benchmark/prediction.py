@@ -19,7 +19,8 @@ class Schedule:
 
     Args:
         prefetch: token-sharded hidden states of the next chunk are gathered while this one is computed.
-        pieces: parts in which the hidden gradient of a chunk is made; the sum over ranks of each starts at once.
+        pieces: parts of a chunk's rows in which hidden states are gathered and multiplied, and in which the hidden
+            gradient is made and its sum over the ranks started.
         narrow_gather: a replicated hidden gradient is reduce-scattered in float32, narrowed by each rank for its rows
             alone, and all-gathered in the inputs' dtype, all of it beside the products.
         double_buffered: the next chunk's logits are made before this chunk's statistics are waited for, in two buffers
@@ -132,19 +133,22 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
     exchanged: list[float] = []
     summed: list[float] = []
 
-    def gather(i: int) -> None:
-        if len(gathered) == i < len(chunks):
-            gathered.append(line.collective("all_gather", chunks[i].rows * work.hidden_size * work.itemsize))
+    def gather(piece: int) -> None:
+        """Pieces are counted through all chunks."""
+        if len(gathered) == piece < len(chunks) * schedule.pieces:
+            num_bytes = chunks[piece // schedule.pieces].rows * work.hidden_size * work.itemsize
+            gathered.append(line.collective("all_gather", num_bytes / schedule.pieces))
 
     def to_statistics(i: int) -> None:
         if len(exchanged) > i or i >= len(chunks):
             return
-        if sharded_tokens:
-            gather(i)
-            line.wait("hidden states", gathered[i])
-            if schedule.prefetch:
-                gather(i + 1)
-        line.product("logits", chunks[i])
+        for piece in range(i * schedule.pieces, (i + 1) * schedule.pieces):
+            if sharded_tokens:
+                gather(piece)
+                line.wait("hidden states", gathered[piece])
+                if schedule.prefetch or (piece + 1) % schedule.pieces:
+                    gather(piece + 1)
+            line.product("logits", chunks[i], 1 / schedule.pieces)
         if sharded_tokens and i == 0:
             line.wait("targets", line.collective("all_gather", TARGET_BYTES * work.num_tokens))
         line.kernel("row_stats", chunks[i])
