@@ -114,7 +114,7 @@ def parameters(costs: Costs, measurements: dict) -> str:
             f" off by {largest:.1%} at most, {median:.1%} in the median"
         )
     lines += [
-        f"{name}: {1e6 * found.latency:.1f} us + bytes sent / {found.efficiency * LINKS[0].bandwidth / 1e9:.1f} GB/s"
+        f"{name}: {1e6 * found.latency:.1f} us + bytes sent / {found.bandwidth / 1e9:.1f} GB/s"
         for name, found in costs.collectives.items()
     ]
     lines.append(

@@ -21,14 +21,13 @@ from tests.kit.workers import Context, Pool
 
 TINY = Shape("tiny", 48, 16, 301)
 SHORT = Effort(0.001, 2, 1, 0.001, 2**17, (16, 16, 64))
-LINK = Link("link", 100.0, 0.0)
-"""Carries 100 bytes a second."""
+LINK = Link("measured", None, 0.0)
 
 
 def constant_costs(**changes: Any) -> Costs:
-    """Each product takes 10 s and each kernel 1 s; collectives 0.5 s and the bytes that a rank sends."""
+    """Each product takes 10 s and each kernel 1 s; collectives 0.5 s and 10 ms for each byte that a rank sends."""
     stages = {stage: [10.0 if stage in costs_module.PRODUCTS else 1.0, 0.0, 0.0] for stage in costs_module.STAGES}
-    collectives = {name: Collective(0.5, 1.0) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+    collectives = {name: Collective(0.5, 100.0) for name in ("all_gather", "all_reduce", "reduce_scatter")}
     return Costs(**({
         "stages": stages, "measured": {}, "collectives": collectives, "product_lost": 0.0, "collective_slower": 1.0,
         "small_kernels": 0.0, "host_call": 0.0, "host_chunk": 0.0,
@@ -80,7 +79,7 @@ def test_one_chunk_by_hand() -> None:
 
 
 def test_what_a_product_does_not_cover_is_waited_for() -> None:
-    slow = constant_costs(collectives={name: Collective(25.0, 1.0) for name in ("all_gather", "all_reduce")})
+    slow = constant_costs(collectives={name: Collective(25.0, 100.0) for name in ("all_gather", "all_reduce")})
     guess = predict(10, 0, 100, 2, slow, LINK)
     assert guess.waits == pytest.approx({"statistics": 25 + 1.6, "hidden gradient": 25 - 10})
     slow = constant_costs(collective_slower=2.0, product_lost=0.5)
@@ -123,16 +122,29 @@ def test_pieces_start_the_sum_under_the_hidden_gradient() -> None:
     whole = predict(10, 4, 100, 2, costs, LINK)
     parts = predict(10, 4, 100, 2, costs, LINK, schedule=Schedule(pieces=2))
     assert whole.waits["hidden gradient"] == parts.waits["hidden gradient"] == 0
-    slow = constant_costs(collectives={"all_gather": Collective(0.0, 1e9), "all_reduce": Collective(0.0, 1e-2)})
+    slow = constant_costs(collectives={"all_gather": Collective(0.0, 1e9), "all_reduce": Collective(0.0, 1.0)})
     whole = predict(10, 4, 100, 2, slow, LINK)
     parts = predict(10, 4, 100, 2, slow, LINK, schedule=Schedule(pieces=2))
     assert whole.waits["hidden gradient"] - parts.waits["hidden gradient"] == pytest.approx(5, rel=1e-6)
 
 
+def test_a_narrow_gather_sends_a_quarter_less_and_needs_no_copy() -> None:
+    """160 bytes in float32 over two ranks: an all-reduce sends 160, a reduce-scatter and a narrow gather 80 and 40."""
+    slow = constant_costs(
+        collectives={name: Collective(0.0, 1.0) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+    )
+    whole = predict(10, 4, 100, 2, slow, LINK)
+    parts = predict(10, 4, 100, 2, slow, LINK, schedule=Schedule(narrow_gather=True))
+    assert whole.waits["hidden gradient"] == pytest.approx(160 - 10)
+    assert parts.waits["hidden gradient"] == pytest.approx(80 + 1 / 2 + 40 - 10), "a rank narrows its half"
+    assert whole.kernels - parts.kernels == pytest.approx(1)
+
+
 def test_the_ring_sends_what_it_must() -> None:
-    costs, link = constant_costs(), Link("ring", 100.0, 0.25)
+    costs, link = constant_costs(), Link("ring", None, 0.25)
     assert costs.collective("all_reduce", 1600, 2, link) == pytest.approx(0.5 + 16)
     assert costs.collective("all_reduce", 1600, 8, link) == pytest.approx(0.5 + 12 * 0.25 + 16 * 14 / 8)
+    assert costs.collective("all_reduce", 1600, 2, Link("slow", 10.0, 0.25)) == pytest.approx(0.5 + 160)
     assert costs.collective("all_gather", 1600, 8, link) == pytest.approx(0.5 + 6 * 0.25 + 16 * 7 / 8)
 
 

@@ -82,29 +82,29 @@ class LocalWork:
 
 
 class Link(NamedTuple):
-    """Bytes a second that a GPU can send and, at the same time, receive; and seconds for each step of a ring."""
+    """What a ring of GPUs is made of: bytes a second that each sends and, at the same time, receives (None: as
+    measured, for each collective), and seconds that a further step of a ring takes."""
 
     name: str
-    bandwidth: float
+    bandwidth: float | None
     hop: float
 
 
 LINKS = (
-    Link("NVLink", 450e9, 1.9e-6),
-    Link("PCIe 5", 50e9, 2.5e-6),
+    Link("measured", None, 1.9e-6),
+    Link("PCIe 50 GB/s", 50e9, 2.5e-6),
     Link("network 100 GB/s", 100e9, 4.0e-6),
     Link("network 25 GB/s", 25e9, 4.0e-6),
 )
-"""The first is the one on which collectives were measured. The hops are NCCL's own estimates for its LL128 protocol
-(hwLat in src/graph/tuning.cc); two GPUs cannot measure them."""
+"""Two GPUs cannot measure the hops: they are NCCL's own estimates for NVLink, PCIe and networks, of a ring with its
+LL128 protocol (`hwLat` in its src/graph/tuning.cc)."""
 
 
 class Collective(NamedTuple):
-    """Seconds of a collective on the measured link: `latency` with two ranks, and the share of the nominal bandwidth
-    that it reaches."""
+    """Seconds of a collective on the measured link, with two ranks, and the bytes a second that a rank sends."""
 
     latency: float
-    efficiency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Costs:
         steps, steps_of_two = (2 * (num_ranks - 1), 2) if name == "all_reduce" else (num_ranks - 1, 1)
         found = self.collectives[name]
         sent = num_bytes * steps / num_ranks
-        return found.latency + (steps - steps_of_two) * link.hop + sent / (link.bandwidth * found.efficiency)
+        return found.latency + (steps - steps_of_two) * link.hop + sent / (link.bandwidth or found.bandwidth)
 
 
 def _key(stage: str, work: LocalWork) -> tuple[str, int, int, int, int, int]:
@@ -157,7 +157,7 @@ def _key(stage: str, work: LocalWork) -> tuple[str, int, int, int, int, int]:
     )
 
 
-def costs_from(measurements: dict[str, Any], link: Link = LINKS[0]) -> Costs:
+def costs_from(measurements: dict[str, Any]) -> Costs:
     """From what `measure_costs.everything` found, on two ranks or, then without collectives, on one."""
     itemsize = getattr(torch, measurements["dtype"]).itemsize
     measured = {}
@@ -174,7 +174,7 @@ def costs_from(measurements: dict[str, Any], link: Link = LINKS[0]) -> Costs:
         ranks = measurements["num_ranks"]
         sent = [(1.0, num_bytes * steps * (ranks - 1) / ranks) for num_bytes, _ in rows]
         latency, per_byte = fit(sent, [seconds for _, seconds in rows])
-        collectives[name] = Collective(latency, 1 / (link.bandwidth * per_byte) if per_byte else float("inf"))
+        collectives[name] = Collective(latency, 1 / per_byte if per_byte else float("inf"))
     together, host = measurements.get("beside", {}), measurements["host"]
     return Costs(
         stages={

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flce_dist import collectives
 
@@ -81,10 +82,10 @@ def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Eff
 
 
 def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, effort: Effort) -> dict[str, float]:
-    """A matrix product and all-reduces, each alone and at the same time.
+    """A matrix product and an all-reduce of about a quarter of its time, each alone and at the same time.
 
-    `product_lost`: seconds that the product takes longer, for each second of the collectives alone.
-    `collective_slower`: time of the collectives beside the product over that alone; on CPU it cannot be seen, and is
+    `product_lost`: seconds that the product takes longer, for each second of the all-reduce alone.
+    `collective_slower`: time of the all-reduce beside the product over that alone; on CPU it cannot be seen, and is
     left out.
     """
     rows, width, columns = effort.beside
@@ -93,45 +94,47 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
         torch.randn(rows, width, device=device, dtype=dtype),
         torch.empty(columns, width, device=device, dtype=dtype),
     )
-    part = torch.zeros(rows, width, device=device)
+    delay = torch.zeros(rows, width, device=device)
     busy = busy_work(device)
     side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(num_collectives: int, product: bool) -> tuple[float, float]:
-        """Seconds until the product was done, and until the collectives were."""
+    def run(part: Tensor | None, product: bool) -> tuple[float, float]:
+        """Seconds until the product was done, and until the all-reduce was."""
         _align(group, device)
         busy()
         marks, ends = measure.Marks(device), measure.Marks(device)
-        marks.mark("")
         ends.mark("")
-        pending = [collectives.all_reduce_start(part, group) for _ in range(num_collectives)]
+        work = None if part is None else collectives.all_reduce_start(part, group)
+        # A product takes all multiprocessors when it starts: the all-reduce has to be there before.
+        delay.add_(1.0)
+        marks.mark("")
         if product:
             torch.mm(grad.t(), x, out=out)
         marks.mark("product")
         with _on(side):
-            for work in pending:
+            if work is not None:
                 work.wait()
-            ends.mark("collectives")
+            ends.mark("all-reduce")
         measure.synchronize(device)
         return next(marks.seconds())[1], next(ends.seconds())[1]
 
-    def median(num_collectives: int, product: bool) -> tuple[float, float]:
-        found = [run(num_collectives, product) for _ in range(effort.calls)]
+    def median(part: Tensor | None, product: bool) -> tuple[float, float]:
+        found = [run(part, product) for _ in range(effort.calls)]
         return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
 
-    run(2, True)
-    alone, _ = median(0, True)
-    # As many as keep the link busy for about half of the product.
-    one = slowest(median(1, False)[1], group, device)
-    count = max(1, int(0.5 * slowest(alone, group, device) / one))
-    _, collectives_alone = median(count, False)
-    product, together = median(count, True)
+    run(delay, True)
+    alone, _ = median(None, True)
+    one = slowest(median(torch.zeros_like(delay), False)[1], group, device)
+    times = max(1, round(0.25 * slowest(alone, group, device) / one))
+    part = torch.zeros(times * rows, width, device=device)
+    _, reduced_alone = median(part, False)
+    product, together = median(part, True)
     found = {
         "product_seconds": alone,
-        "collective_seconds": collectives_alone,
-        "product_lost": max(0.0, product - alone) / collectives_alone,
+        "collective_seconds": reduced_alone,
+        "product_lost": max(0.0, product - alone) / reduced_alone,
     }
-    return found if side is None else found | {"collective_slower": together / collectives_alone}
+    return found if side is None else found | {"collective_slower": together / reduced_alone}
 
 
 @contextmanager

@@ -19,13 +19,17 @@ class Schedule:
 
     Args:
         prefetch: token-sharded hidden states of the next chunk are gathered while this one is computed.
-        pieces: parts in which the hidden gradient of a chunk is made; the sum over ranks of each starts at once.
+        pieces: parts of a chunk's rows in which hidden states are gathered and multiplied, and in which the hidden
+            gradient is made and its sum over the ranks started.
+        narrow_gather: a replicated hidden gradient is reduce-scattered in float32, narrowed by each rank for its rows
+            alone, and all-gathered in the inputs' dtype, all of it beside the products.
         double_buffered: the next chunk's logits are made before this chunk's statistics are waited for, in two buffers
             of half the rows.
     """
 
     prefetch: bool = False
     pieces: int = 1
+    narrow_gather: bool = False
     double_buffered: bool = False
 
 
@@ -90,6 +94,10 @@ class _Timeline:
         self.issued.append((name, num_bytes))
         return self._network
 
+    def beside(self, seconds: float) -> None:
+        """A small kernel between two collectives, on their queue."""
+        self._network += seconds
+
     def wait(self, name: str, end: float) -> None:
         self.waits[name] = self.waits.get(name, 0.0) + max(0.0, end - self.now)
         self.now = max(self.now, end)
@@ -120,23 +128,27 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
     line, ranks, chunks = _Timeline(costs, work.num_ranks, link), work.num_ranks, work.chunks()
     reduced = REDUCED_ITEMSIZE if work.itemsize == 2 else work.itemsize
     reduction = "reduce_scatter" if sharded_tokens else "all_reduce"
+    narrow_gather = schedule.narrow_gather and not sharded_tokens
     gathered: list[float] = []
     exchanged: list[float] = []
     summed: list[float] = []
 
-    def gather(i: int) -> None:
-        if len(gathered) == i < len(chunks):
-            gathered.append(line.collective("all_gather", chunks[i].rows * work.hidden_size * work.itemsize))
+    def gather(piece: int) -> None:
+        """Pieces are counted through all chunks."""
+        if len(gathered) == piece < len(chunks) * schedule.pieces:
+            num_bytes = chunks[piece // schedule.pieces].rows * work.hidden_size * work.itemsize
+            gathered.append(line.collective("all_gather", num_bytes / schedule.pieces))
 
     def to_statistics(i: int) -> None:
         if len(exchanged) > i or i >= len(chunks):
             return
-        if sharded_tokens:
-            gather(i)
-            line.wait("hidden states", gathered[i])
-            if schedule.prefetch:
-                gather(i + 1)
-        line.product("logits", chunks[i])
+        for piece in range(i * schedule.pieces, (i + 1) * schedule.pieces):
+            if sharded_tokens:
+                gather(piece)
+                line.wait("hidden states", gathered[piece])
+                if schedule.prefetch or (piece + 1) % schedule.pieces:
+                    gather(piece + 1)
+            line.product("logits", chunks[i], 1 / schedule.pieces)
         if sharded_tokens and i == 0:
             line.wait("targets", line.collective("all_gather", TARGET_BYTES * work.num_tokens))
         line.kernel("row_stats", chunks[i])
@@ -144,8 +156,17 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
 
     def take_sum(chunk: LocalWork) -> None:
         line.wait("hidden gradient", summed[-1])
-        if reduced != work.itemsize:
+        if reduced != work.itemsize and not narrow_gather:
             line.kernel("copy", chunk)
+
+    def start_sum(num_bytes: float, chunk: LocalWork) -> None:
+        if not narrow_gather:
+            summed.append(line.collective(reduction, num_bytes, costs.collective_slower))
+            return
+        line.collective("reduce_scatter", num_bytes, costs.collective_slower)
+        line.beside(costs.stage("copy", chunk) / ranks / schedule.pieces)
+        gathered_bytes = num_bytes * work.itemsize / reduced
+        summed.append(line.collective("all_gather", gathered_bytes, costs.collective_slower))
 
     for i, chunk in enumerate(chunks):
         if ranks == 1:
@@ -164,7 +185,7 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
             num_bytes = chunk.rows * work.hidden_size * reduced
             for _ in range(schedule.pieces):
                 line.product("hidden_grad", chunk, 1 / schedule.pieces)
-                summed.append(line.collective(reduction, num_bytes / schedule.pieces, costs.collective_slower))
+                start_sum(num_bytes / schedule.pieces, chunk)
         line.product("weight_grad" if i == 0 else "weight_grad_more", chunk)
     if ranks > 1:
         take_sum(chunks[-1])
