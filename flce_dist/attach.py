@@ -66,7 +66,7 @@ def attach_loss(
             f"{sorted(names)}: what the others compute would be left out of the loss. Give it to the linear layer "
             "itself, before FSDP1 or another wrapper is put around it"
         )
-    if hasattr(head, _ATTRIBUTE):
+    if has_loss(head):
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")
     arguments = {
         "group": group,
@@ -78,6 +78,11 @@ def attach_loss(
     }
     setattr(head, _ATTRIBUTE, HeadLoss(head.forward, "forward" in vars(head), arguments))
     head.forward = types.MethodType(_forward, head)
+
+
+def has_loss(head: nn.Module) -> bool:
+    """Whether `attach_loss` gave it one."""
+    return hasattr(head, _ATTRIBUTE)
 
 
 def detach_loss(head: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
+from flce_dist.attach import detach_loss
 from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head
 from tests.kit.engines import (
     LR,
@@ -65,9 +66,17 @@ def _attach(ctx: Context) -> None:
         logits = F.linear(whole.hidden(ids), whole.lm_head.weight)
         expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
         torch.testing.assert_close(loss, expected)
-        with pytest.raises(ValueError, match="detach_loss"):
+        with pytest.raises(ValueError, match=r"^flce_dist: this engine has its loss already\. initialize attaches it"):
             attach(engine)
+        with pytest.raises(TypeError, match="model: expected the module itself, got the DeepSpeedEngine around it"):
+            initialize(model=engine, config=cell.config())
         engine.destroy()
+        with pytest.raises(
+            ValueError, match=r"^flce_dist: the TinyModel has a loss already, from apply, attach_loss or"
+        ):
+            engine_of(cell, model)
+        detach_loss(head)
+        engine_of(cell, model).destroy()
 
 
 def test_attach_after_deepspeed_initialize(engine_workers: Engines) -> None:

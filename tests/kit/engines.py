@@ -174,6 +174,7 @@ def deepspeed_ready(ctx: Context) -> Iterator[Any]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
     from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.runtime.tensor_parallel import init_utils
     from deepspeed.utils import groups, logger
 
     with pytest.MonkeyPatch.context() as patch:
@@ -190,6 +191,7 @@ def deepspeed_ready(ctx: Context) -> Iterator[Any]:
     finally:
         groups._release_process_group_references()
         set_autotp_mode(training=False)
+        init_utils._TP_MODEL_INIT_ARGS = None
 
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
