@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,45 +28,19 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class Started(Protocol):
-    """A collective under way. Its tensors must be kept until it was waited for."""
-
-    def wait(self) -> object: ...
-
-
-def all_reduce_start(tensor: Tensor, group: dist.ProcessGroup) -> Started:
+def all_reduce_start(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts the sum of `tensor` over the ranks, in place."""
-    return _start(tensor.device, partial(dist.all_reduce, tensor, group=group))
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
-def reduce_scatter_start(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Started:
+def reduce_scatter_start(out: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts the sum over the ranks of `tensor [W * c, H]`, of which rank r gets rows `[r * c, (r + 1) * c)` in
     `out [c, H]`."""
-    return _start(tensor.device, partial(_scatter_single, out, tensor, group=group))
-
-
-def _start(device: torch.device, collective: Callable[..., Any]) -> Started:
-    return _OnSideStream(device, collective) if device.type == "cuda" else collective(async_op=True)
-
-
-class _OnSideStream:
-    """A collective beside the kernels that the caller launches next, and before them.
-
-    The vendor's GEMMs hold all of a GPU until their last tile, so one that starts first leaves the collective to run
-    after it. The caller's stream therefore waits until the side stream has come to the collective.
-    """
-
-    def __init__(self, device: torch.device, collective: Callable[[], Any]) -> None:
-        self._device = device
-        here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=-1)
-        side.wait_stream(here)
-        here.wait_event(side.record_event())
-        with torch.cuda.stream(side):
-            collective()
-        self._done = side.record_event()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+    work = _scatter_single(out, tensor, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -55,7 +55,12 @@ class HiddenGradient:
         self._group = group
         self._grad = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         self._reduce_dtype = reduce_dtype if group is not None else hidden.dtype
-        self._pending: list[tuple[collectives.Started, Tensor, Tensor]] = []
+        self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `start_reduce` calls a collective."""
+        return self._group is not None
 
     def chunk(self, start: int, stop: int) -> Tensor:
         """Where the loop writes this rank's part of a chunk's gradient."""
