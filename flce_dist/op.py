@@ -58,6 +58,8 @@ class Call:
     rows: ModuleType
     spec: RowSpec
     needs: Needs
+    repeatable: bool
+    """Whether a second backward may communicate: it runs on all ranks, or the ranks never said."""
     reduce_hidden_grad: bool
     hidden_grad_scale: float
     make_inputs: Callable[[], RowInputs]
@@ -244,6 +246,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         if gradients is not None:
             scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)
             return None, *gradients
+        if not ctx.call.repeatable:
+            raise RuntimeError(
+                "this second backward would gather token-sharded hidden states, and ranks of the group that want no "
+                'gradient run none: pass backward="recompute", or let weight require grad on all ranks'
+            )
         hidden, weight, bias, stats = ctx.saved_tensors
         if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
             raise RuntimeError(

@@ -5,7 +5,7 @@ and `attach_to_trainer` and `attach_to_accelerator` are for those of Hugging Fac
 keys and what each setting does. DeepSpeed itself is imported with the first call.
 """
 
-from .engine import attach, initialize
+from .engine import attach, initialize, step_normalizer
 from .heads import full_head, shard_head
 from .section import Section, SectionWarning, json_schema, read_section
 from .trainer import attach_to_accelerator, attach_to_trainer
@@ -21,4 +21,5 @@ __all__ = [
     "json_schema",
     "read_section",
     "shard_head",
+    "step_normalizer",
 ]

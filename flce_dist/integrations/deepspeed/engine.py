@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
 from .heads import export_whole_head, find_head, layout_of, mark_tensor_parallel, shard_head
 from .section import Section, SectionWarning, load_config, read_section
 
-_ATTACHED = "_flce_attached"
+_SECTION = "_flce_section"
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -73,7 +74,7 @@ def attach(engine: Any) -> nn.Module | None:
         )
         return None
     model = engine.module
-    if hasattr(engine, _ATTACHED):
+    if hasattr(engine, _SECTION):
         raise ValueError(
             f"{section.where}: this engine has its loss already. initialize attaches it; attach is for engines that "
             "deepspeed.initialize made, and is called once"
@@ -93,8 +94,45 @@ def attach(engine: Any) -> nn.Module | None:
         attach_loss(head, layout.group, **arguments)
     if section.vocab_parallel == "data":
         export_whole_head(engine)
-    setattr(engine, _ATTACHED, True)
+    setattr(engine, _SECTION, section)
     return head
+
+
+def step_normalizer(engine: Any, target: Tensor) -> Tensor:
+    """The `normalizer` of the head, and `num_items_in_batch` of a transformers model, with which a step has the
+    gradient of the mean over all valid tokens: those of data- and sequence-parallel ranks, and of all micro-steps.
+    Accumulate with `engine.backward(loss, scale_wrt_gas=False)`.
+
+    DeepSpeed averages gradients over data-parallel ranks. Over those that share a sequence it sums them, but ZeRO-3
+    averages them as well (0.19.8).
+
+    Args:
+        target: this rank's targets of all micro-steps of the step, of any shape; `labels[..., 1:]` for a transformers
+            model that shifts them itself.
+
+    Returns:
+        0-d float32, the same on all ranks; one all-reduce of a number over them.
+
+    Raises:
+        ValueError: the engine has no loss of this package, or sequence-parallel ranks without `reduce_scatter` in
+            ZeRO-3, where 0.19.8 sums the gradients of small parameters and averages those of large ones.
+    """
+    section: Section | None = getattr(engine, _SECTION, None)
+    if section is None:
+        raise ValueError("this engine has no loss of a section: make it by initialize, or attach(engine) first")
+    count = count_valid_tokens(target, section.options.get("ignore_index", -100), engine.seq_data_parallel_group)
+    if section.vocab_parallel == "data" and not (section.head is None and _is_causal_lm(engine.module)):
+        return count.float()  # such a head's loss is that of all ranks; a model divides it by their number again
+    averaged = engine.seq_dp_world_size / engine.sequence_parallel_size
+    if engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1:
+        if not engine.zero_reduce_scatter():
+            raise ValueError(
+                "zero_optimization.reduce_scatter: with sequence parallelism in stage 3 it must be true: without it "
+                "DeepSpeed sums the gradients of small parameters over a sequence's ranks and averages those of large "
+                "ones"
+            )
+        averaged = engine.seq_dp_world_size
+    return count / averaged
 
 
 def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:
