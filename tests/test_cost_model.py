@@ -43,7 +43,8 @@ def _issued(ctx: Context, layout: str, vocab_size: int, num_tokens: int, rows: i
     with Trace() as trace:
         loss = linear_cross_entropy(
             hidden, weight, torch.zeros(mine, dtype=torch.int64), group=ctx.group, vocab_size=vocab_size,
-            chunk_rows=rows, hidden_layout=layout, max_tokens=mine if layout == "sharded" else None, check_ranks="never",
+            chunk_rows=rows, hidden_layout=layout, check_ranks="never",
+            max_tokens=mine if layout == "sharded" else None,
         )  # fmt: skip
         loss.backward()
     found = []
