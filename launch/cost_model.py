@@ -127,10 +127,10 @@ def parameters(costs: Costs, measurements: dict) -> str:
     )
     for step in check_steps(costs, measurements):
         problem = f"N {step['num_tokens']} H {step['hidden_size']} V {step['vocab_size']}, {step['num_ranks']} ranks"
-        to_floor = step["seconds"] / step["floor_seconds"]
         lines.append(
-            f"{problem}, {step['method']}: {1e3 * step['seconds']:.3f} ms ({to_floor:.3f} x floor),"
-            f" predicted {1e3 * step['predicted']:.3f} ({step['error']:+.1%})"
+            f"{problem}, {step['method']}: {1e3 * step['seconds']:.3f} ms, predicted {1e3 * step['predicted']:.3f}"
+            f" ({step['predicted'] / step['seconds'] - 1:+.1%}); over the cut products {step['to_cut_floor']:.3f},"
+            f" predicted {step['predicted_to_cut_floor']:.3f}"
         )
     return "\n".join(lines)
 

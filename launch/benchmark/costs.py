@@ -24,6 +24,7 @@ summed hidden gradient, and `narrow`, once a step, a weight gradient that was ac
 STATISTICS_BYTES = 16
 """Of a row and rank: four float32."""
 TARGET_BYTES = 8
+ALIGNED_COLUMNS = 8
 REDUCED_ITEMSIZE = 4
 """The hidden gradient is summed in float32."""
 
@@ -55,6 +56,11 @@ class LocalWork:
         """The work of each chunk; a part keeps `num_tokens`, on which the accumulator's dtype depends."""
         last = self.num_tokens - (self.num_chunks - 1) * self.rows
         return [self] * (self.num_chunks - 1) + [replace(self, rows=last)]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether products are on the vendor's fast path; others are slower, and not predicted by shape."""
+        return self.columns % ALIGNED_COLUMNS == 0
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -161,13 +167,15 @@ def costs_from(measurements: dict[str, Any]) -> Costs:
     """From what `measure_costs.everything` found, on two ranks or, then without collectives, on one."""
     itemsize = getattr(torch, measurements["dtype"]).itemsize
     measured = {}
+    any_aligned = any(point["columns"] % ALIGNED_COLUMNS == 0 for point in measurements["points"])
     by_stage: dict[str, list[tuple[LocalWork, float]]] = {}
     for point in measurements["points"]:
         work = LocalWork(**{name: value for name, value in point.items() if name != "seconds"})
         assert work.itemsize == itemsize
         for stage, seconds in point["seconds"].items():
             measured[_key(stage, work)] = seconds
-            by_stage.setdefault(stage, []).append((work, seconds))
+            if work.is_aligned or not any_aligned:
+                by_stage.setdefault(stage, []).append((work, seconds))
     collectives = {}
     for name, rows in measurements.get("collectives", {}).items():
         steps = 2 if name == "all_reduce" else 1
@@ -212,7 +220,7 @@ def fit_error(costs: Costs, measurements: dict[str, Any]) -> dict[str, list[floa
     found: dict[str, list[float]] = {}
     for point in measurements["points"]:
         work = LocalWork(**{name: value for name, value in point.items() if name != "seconds"})
-        for stage, seconds in point["seconds"].items():
+        for stage, seconds in point["seconds"].items() if work.is_aligned else ():
             found.setdefault(stage, []).append(costs.fitted(stage, work) / seconds - 1)
     return found
 

@@ -26,6 +26,7 @@ from . import floor, measure, methods, workload
 from .costs import LocalWork
 from .measure_links import WARM_UP_CALLS, Effort, beside, busy_work, collective_times, slowest
 from .ranks import Ranks
+from .report import median_ratio
 from .workload import Shape
 
 SPEC = RowSpec()
@@ -33,71 +34,84 @@ STEP_WIDTHS = (1, 2, 4, 8, 16)
 TINY = Shape("tiny", 128, 128, 1024)
 
 
-def stages(work: LocalWork, dtype: torch.dtype, device: torch.device, seconds: float) -> dict[str, float]:
-    """Median seconds of each stage of one chunk of a rank, by the names of `costs.STAGES`."""
-    rows, width, columns = work.rows, work.hidden_size, work.columns
-    narrow, sharded = dtype in (torch.bfloat16, torch.float16), work.num_ranks > 1
-    kernels = row_kernels("auto", device)
-    x = torch.randn(rows, width, device=device, dtype=dtype)
-    weight = torch.randn(columns, width, device=device, dtype=dtype) * width**-0.5
-    target = torch.randint(columns, (rows,), device=device)
-    logits = logits_buffer(rows, columns, dtype, device)
-    local = torch.empty(SPEC.num_stats, rows, device=device, dtype=stats_dtype(dtype))
-    stats, weights = torch.empty_like(local), RowWeights(local.new_full((rows,), 1 / rows), None, None)
-    hidden_grad = torch.empty_like(x)
-    part = x.new_empty(x.shape, dtype=torch.float32) if narrow and sharded else hidden_grad
-    accumulator = accumulation_dtype(None, dtype, work.num_chunks)
-    found: dict[str, list[float]] = {}
+class Chunk:
+    """One chunk of a rank's work, made ready: its stages by the names of `costs.STAGES`."""
 
-    def one_rank(marks: measure.Marks) -> None:
-        kernels.row_stats_grad_(logits, logits, target, stats, weights, SPEC)
-        marks.mark("row_stats_grad")
+    def __init__(self, work: LocalWork, dtype: torch.dtype, device: torch.device) -> None:
+        rows, width, columns = work.rows, work.hidden_size, work.columns
+        self.work, self._dtype = work, dtype
+        self._sharded = work.num_ranks > 1
+        self._kernels = row_kernels("auto", device)
+        self._x = torch.randn(rows, width, device=device, dtype=dtype)
+        self._weight = torch.randn(columns, width, device=device, dtype=dtype) * width**-0.5
+        self._target = torch.randint(columns, (rows,), device=device)
+        self._logits = logits_buffer(rows, columns, dtype, device)
+        self._local = torch.empty(SPEC.num_stats, rows, device=device, dtype=stats_dtype(dtype))
+        self._stats = torch.empty_like(self._local)
+        self._weights = RowWeights(self._local.new_full((rows,), 1 / rows), None, None)
+        self._hidden_grad = torch.empty_like(self._x)
+        wide = dtype in (torch.bfloat16, torch.float16) and self._sharded
+        self._part = self._x.new_empty(self._x.shape, dtype=torch.float32) if wide else self._hidden_grad
 
-    def chunk(marks: measure.Marks) -> None:
-        weight_grad = WeightGradient(weight, columns, accumulator, True, False)
+    def run(self, marks: measure.Marks) -> None:
+        work, kernels, logits, stats = self.work, self._kernels, self._logits, self._stats
+        accumulator = accumulation_dtype(None, self._dtype, work.num_chunks)
+        weight_grad = WeightGradient(self._weight, work.columns, accumulator, True, False)
         marks.mark("")
-        logits_into(logits, x, weight, None, 1.0)
+        logits_into(logits, self._x, self._weight, None, 1.0)
         marks.mark("logits")
-        if sharded:
-            kernels.row_stats(logits, target, local, SPEC, None, 0)
+        if self._sharded:
+            kernels.row_stats(logits, self._target, self._local, SPEC, None, 0)
             marks.mark("row_stats")
-            gathered = local.expand(work.num_ranks, -1, -1).contiguous()
+            gathered = self._local.expand(work.num_ranks, -1, -1).contiguous()
             marks.mark("")
             kernels.combine(gathered, stats, SPEC)
             marks.mark("combine")
-            kernels.row_grad_(logits, logits, target, stats, weights, SPEC)
+            kernels.row_grad_(logits, logits, self._target, stats, self._weights, SPEC)
             marks.mark("row_grad")
         else:
-            one_rank(marks)
-        hidden_grad_into(part, logits, weight, None, None)
+            self._one_rank(marks)
+        hidden_grad_into(self._part, logits, self._weight, None, None)
         marks.mark("hidden_grad")
-        if part is not hidden_grad:
-            hidden_grad.copy_(part)
+        if self._part is not self._hidden_grad:
+            self._hidden_grad.copy_(self._part)
             marks.mark("copy")
-        weight_grad.add(logits, x)
+        weight_grad.add(logits, self._x)
         marks.mark("weight_grad")
         if work.num_chunks > 1:
-            weight_grad.add(logits, x)
+            weight_grad.add(logits, self._x)
             marks.mark("weight_grad_more")
-        if accumulator != dtype and weight_grad.weight is not None:
-            weight_grad.weight.to(dtype)
+        if accumulator != self._dtype and weight_grad.weight is not None:
+            weight_grad.weight.to(self._dtype)
             marks.mark("narrow")
-        if sharded:
+        if self._sharded:
             # Last, because the products before should see a gradient like the loop's.
-            one_rank(marks)
+            self._one_rank(marks)
 
-    for _ in range(WARM_UP_CALLS):
-        chunk(measure.Marks(device))
-    measure.synchronize(device)
-    busy, end = busy_work(device), time.perf_counter() + seconds
-    while not found or time.perf_counter() < end:
-        busy()
-        marks = measure.Marks(device)
+    def _one_rank(self, marks: measure.Marks) -> None:
+        self._kernels.row_stats_grad_(self._logits, self._logits, self._target, self._stats, self._weights, SPEC)
+        marks.mark("row_stats_grad")
+
+
+def stages(works: Sequence[LocalWork], dtype: torch.dtype, device: torch.device, rounds: int) -> list[dict[str, float]]:
+    """Median seconds of each stage of a chunk of each work. All take turns in each round: the clock drifts."""
+    chunks = [Chunk(work, dtype, device) for work in works]
+    for chunk in chunks:
         for _ in range(WARM_UP_CALLS):
-            chunk(marks)
-        for name, value in marks.seconds():
-            found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items() if name}
+            chunk.run(measure.Marks(device))
+    measure.synchronize(device)
+    busy = busy_work(device)
+    found: list[dict[str, list[float]]] = [{} for _ in chunks]
+    for _ in range(rounds):
+        busy()
+        marks = [measure.Marks(device) for _ in chunks]
+        for chunk, its_marks in zip(chunks, marks, strict=True):
+            for _ in range(WARM_UP_CALLS):
+                chunk.run(its_marks)
+        for times, its_marks in zip(found, marks, strict=True):
+            for name, value in its_marks.seconds():
+                times.setdefault(name, []).append(value)
+    return [{name: statistics.median(values) for name, values in times.items() if name} for times in found]
 
 
 def host_times(group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -128,14 +142,16 @@ def steps(
         problem = _problem(narrower, group, dtype, device)
         names = ["flce"] if group is None else ["flce", "flce-sharded-tokens"]
         programs = [_step(name, problem, {}) for name in names]
+        columns = problem.shard.num_columns
+        rows = LocalWork.planned(shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, size).rows
         if group is not None:
             programs.append(_step("flce", problem, {"reduce_hidden_grad": False}))
             names.append("flce, hidden gradient not reduced")
         times = measure.time_rounds(
-            [floor.gemms(problem, None, False), *programs], problem, effort.rounds, effort.round_seconds
-        )
-        bare = statistics.median(times[0])
-        for name, seconds in zip(names, times[1:], strict=True):
+            [floor.gemms(problem, None, False), floor.gemms(problem, rows, False), *programs], problem, effort.rounds,
+            effort.round_seconds,
+        )  # fmt: skip
+        for name, seconds in zip(names, times[2:], strict=True):
             found.append(
                 {
                     "num_tokens": shape.num_tokens,
@@ -144,7 +160,8 @@ def steps(
                     "num_ranks": size,
                     "method": name,
                     "seconds": statistics.median(seconds),
-                    "floor_seconds": bare,
+                    "to_floor": median_ratio(seconds, times[0]),
+                    "to_cut_floor": median_ratio(seconds, times[1]),
                 }
             )
         del problem, programs
@@ -176,16 +193,17 @@ def everything(
         say(f"{time.perf_counter() - began:6.1f} s  {what}")
 
     found: dict[str, Any] = {"num_ranks": ranks.size, "dtype": str(dtype).removeprefix("torch."), "points": []}
+    works = []
     for shape in shapes:
         for width in widths:
             columns = VocabShard.even(shape.vocab_size, 0, width).num_columns
-            work = LocalWork.planned(shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, width)
-            times = stages(work, dtype, device, effort.stage_seconds)
-            # In one order on all ranks, so that the maxima belong together.
-            times = {name: slowest(times[name], group, device) for name in times}
-            found["points"].append(dataclasses.asdict(work) | {"seconds": times})
-            _empty(device)
-        told(f"stages of {shape}")
+            works.append(LocalWork.planned(shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, width))
+    for work, times in zip(works, stages(works, dtype, device, effort.stage_rounds), strict=True):
+        # In one order on all ranks, so that the maxima belong together.
+        times = {name: slowest(times[name], group, device) for name in times}
+        found["points"].append(dataclasses.asdict(work) | {"seconds": times})
+    _empty(device)
+    told("stages")
     found["host"] = {name: slowest(v, group, device) for name, v in host_times(group, device, dtype).items()}
     told("host")
     if group is not None:

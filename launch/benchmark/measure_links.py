@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flce_dist import collectives
 
@@ -21,10 +20,10 @@ MESSAGE_BYTES = tuple(2**power for power in range(16, 28))
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long things are measured: seconds for the stages of one shape, calls of a collective, rounds of a step and
-    seconds of each, the largest message, and tokens, hidden size and columns of the product beside collectives."""
+    """How long things are measured: rounds of the stages, calls of a collective, rounds of a step and seconds of each,
+    the largest message, and tokens, hidden size and columns of the product beside a collective."""
 
-    stage_seconds: float = 0.3
+    stage_rounds: int = 12
     calls: int = 20
     rounds: int = 4
     round_seconds: float = 0.04
@@ -32,7 +31,7 @@ class Effort:
     beside: tuple[int, int, int] = (4096, 4096, 65536)
 
 
-QUICK = Effort(0.01, 3, 2, 0.005, 2**18, (64, 64, 4096))
+QUICK = Effort(2, 3, 2, 0.005, 2**18, (64, 64, 4096))
 """For a CPU."""
 
 
@@ -82,7 +81,8 @@ def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Eff
 
 
 def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, effort: Effort) -> dict[str, float]:
-    """A matrix product and an all-reduce of about a quarter of its time, each alone and at the same time.
+    """A product in two parts and an all-reduce that is issued before the first: as in the loop, it runs beside the
+    second, because a product holds the GPU until its last tiles.
 
     `product_lost`: seconds that the product takes longer, for each second of the all-reduce alone.
     `collective_slower`: time of the all-reduce beside the product over that alone; on CPU it cannot be seen, and is
@@ -90,26 +90,25 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
     """
     rows, width, columns = effort.beside
     grad = torch.randn(rows, columns, device=device, dtype=dtype)
-    x, out = (
-        torch.randn(rows, width, device=device, dtype=dtype),
-        torch.empty(columns, width, device=device, dtype=dtype),
-    )
-    delay = torch.zeros(rows, width, device=device)
+    x = torch.randn(rows, width, device=device, dtype=dtype)
+    out = torch.empty(columns, width, device=device, dtype=dtype)
+    part = torch.zeros(rows, width, device=device)
     busy = busy_work(device)
     side = torch.cuda.Stream(device) if device.type == "cuda" else None
+    first = columns // 4
 
-    def run(part: Tensor | None, product: bool) -> tuple[float, float]:
-        """Seconds until the product was done, and until the all-reduce was."""
+    def run(reduced: bool, product: bool = True) -> tuple[float, float]:
+        """Seconds of the product, and from its second part's begin to the all-reduce's end."""
         _align(group, device)
         busy()
         marks, ends = measure.Marks(device), measure.Marks(device)
-        ends.mark("")
-        work = None if part is None else collectives.all_reduce_start(part, group)
-        # A product takes all multiprocessors when it starts: the all-reduce has to be there before.
-        delay.add_(1.0)
         marks.mark("")
+        work = collectives.all_reduce_start(part, group) if reduced else None
         if product:
-            torch.mm(grad.t(), x, out=out)
+            torch.mm(grad[:, :first].t(), x, out=out[:first])
+        ends.mark("")
+        if product:
+            torch.mm(grad[:, first:].t(), x, out=out[first:])
         marks.mark("product")
         with _on(side):
             if work is not None:
@@ -118,23 +117,19 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
         measure.synchronize(device)
         return next(marks.seconds())[1], next(ends.seconds())[1]
 
-    def median(part: Tensor | None, product: bool) -> tuple[float, float]:
-        found = [run(part, product) for _ in range(effort.calls)]
-        return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
-
-    run(delay, True)
-    alone, _ = median(None, True)
-    one = slowest(median(torch.zeros_like(delay), False)[1], group, device)
-    times = max(1, round(0.25 * slowest(alone, group, device) / one))
-    part = torch.zeros(times * rows, width, device=device)
-    _, reduced_alone = median(part, False)
-    product, together = median(part, True)
+    for _ in range(WARM_UP_CALLS):
+        run(True)
+    pairs = [(run(False), run(True), run(True, product=False)) for _ in range(effort.calls)]
+    reduced_alone = statistics.median(alone for _, _, (_, alone) in pairs)
+    longer = statistics.median(together - product for (product, _), (together, _), _ in pairs)
     found = {
-        "product_seconds": alone,
+        "product_seconds": statistics.median(product for (product, _), _, _ in pairs),
         "collective_seconds": reduced_alone,
-        "product_lost": max(0.0, product - alone) / reduced_alone,
+        "product_lost": max(0.0, longer) / reduced_alone,
     }
-    return found if side is None else found | {"collective_slower": together / reduced_alone}
+    if side is None:
+        return found
+    return found | {"collective_slower": statistics.median(end for _, (_, end), _ in pairs) / reduced_alone}
 
 
 @contextmanager

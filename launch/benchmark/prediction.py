@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from flce_dist.plan import PREFERRED_MULTIPLE
+
 from .costs import LINKS, REDUCED_ITEMSIZE, STATISTICS_BYTES, TARGET_BYTES, Costs, Link, LocalWork
 
 
@@ -18,19 +20,29 @@ class Schedule:
     """How the loop overlaps. The defaults are the loop as it is.
 
     Args:
+        weight_grad_parts: in how many products the last chunk's weight gradient is made.
+        first_columns: columns of the first of two such products, in place of `weight_grad_parts` equal ones.
+        every_chunk: also in the other chunks.
         prefetch: token-sharded hidden states of the next chunk are gathered while this one is computed.
-        pieces: parts of a chunk's rows in which hidden states are gathered and multiplied, and in which the hidden
-            gradient is made and its sum over the ranks started.
-        narrow_gather: a replicated hidden gradient is reduce-scattered in float32, narrowed by each rank for its rows
-            alone, and all-gathered in the inputs' dtype, all of it beside the products.
         double_buffered: the next chunk's logits are made before this chunk's statistics are waited for, in two buffers
             of half the rows.
     """
 
+    weight_grad_parts: int = 2
+    first_columns: int | None = None
+    every_chunk: bool = False
     prefetch: bool = False
-    pieces: int = 1
-    narrow_gather: bool = False
     double_buffered: bool = False
+
+    def shares(self, columns: int, is_last: bool) -> list[float]:
+        """Of the columns in each of a chunk's products for the weight's gradient."""
+        if not (is_last or self.every_chunk):
+            return [1.0]
+        if self.first_columns is not None:
+            first = min(self.first_columns, columns)
+            return [share for share in (first / columns, 1 - first / columns) if share]
+        rows = -(-columns // (self.weight_grad_parts * PREFERRED_MULTIPLE)) * PREFERRED_MULTIPLE
+        return [min(rows, columns - start) / columns for start in range(0, columns, rows)]
 
 
 @dataclass(frozen=True)
@@ -60,11 +72,24 @@ class Prediction:
         return None if self.one_rank is None else self.one_rank / (self.num_ranks * self.seconds)
 
 
+@dataclass
+class _Collective:
+    seconds: float
+    issued: float
+    stood_behind: bool = False
+    end: float | None = None
+
+
 class _Timeline:
-    """Two queues, the GPU's kernels and its collectives, each in the order of issue."""
+    """Two queues, the GPU's kernels and its collectives, each in the order of issue.
+
+    A product holds the whole GPU until its last tiles. A collective that is issued right before one therefore starts
+    at its end, beside the next; between other kernels there is room.
+    """
 
     def __init__(self, costs: Costs, num_ranks: int, link: Link) -> None:
         self._costs, self._num_ranks, self._link = costs, num_ranks, link
+        self._waiting: list[_Collective] = []
         self._running: list[tuple[float, float]] = []
         self._network = 0.0
         self.now = self.products = self.kernels = self.lost = 0.0
@@ -77,30 +102,39 @@ class _Timeline:
     def other(self, seconds: float) -> None:
         self.now += seconds
         self.kernels += seconds
+        while self._waiting and max(self._waiting[0].issued, self._network) < self.now:
+            self._start(self._waiting[0].issued, 1.0)
 
     def product(self, stage: str, work: LocalWork, share: float = 1.0) -> None:
+        if self._waiting and self._waiting[0].stood_behind and self._network <= self.now:
+            self._start(self.now, self._costs.collective_slower)
         seconds = share * self._costs.stage(stage, work)
         end = self.now + seconds
         beside = sum(max(0.0, min(end, b) - max(self.now, a)) for a, b in self._running)
         lost = self._costs.product_lost * beside
         self.now, self.products, self.lost = end + lost, self.products + seconds, self.lost + lost
+        for collective in self._waiting:
+            collective.stood_behind = True
         self.issued.append((stage, 0.0))
 
-    def collective(self, name: str, num_bytes: float, slower: float = 1.0) -> float:
-        """Starts after the kernels before it and the collectives before it; when it ends."""
-        start = max(self.now, self._network)
-        self._network = start + slower * self._costs.collective(name, num_bytes, self._num_ranks, self._link)
-        self._running.append((start, self._network))
+    def collective(self, name: str, num_bytes: float) -> _Collective:
+        seconds = self._costs.collective(name, num_bytes, self._num_ranks, self._link)
+        found = _Collective(seconds, self.now)
+        self._waiting.append(found)
         self.issued.append((name, num_bytes))
-        return self._network
+        return found
 
-    def beside(self, seconds: float) -> None:
-        """A small kernel between two collectives, on their queue."""
-        self._network += seconds
+    def _start(self, earliest: float, slower: float) -> None:
+        found = self._waiting.pop(0)
+        start = max(earliest, self._network)
+        found.end = self._network = start + slower * found.seconds
+        self._running.append((start, found.end))
 
-    def wait(self, name: str, end: float) -> None:
-        self.waits[name] = self.waits.get(name, 0.0) + max(0.0, end - self.now)
-        self.now = max(self.now, end)
+    def wait(self, name: str, collective: _Collective) -> None:
+        while collective.end is None:
+            self._start(self.now, 1.0)
+        self.waits[name] = self.waits.get(name, 0.0) + max(0.0, collective.end - self.now)
+        self.now = max(self.now, collective.end)
 
 
 def predict(
@@ -128,27 +162,23 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
     line, ranks, chunks = _Timeline(costs, work.num_ranks, link), work.num_ranks, work.chunks()
     reduced = REDUCED_ITEMSIZE if work.itemsize == 2 else work.itemsize
     reduction = "reduce_scatter" if sharded_tokens else "all_reduce"
-    narrow_gather = schedule.narrow_gather and not sharded_tokens
-    gathered: list[float] = []
-    exchanged: list[float] = []
-    summed: list[float] = []
+    gathered: list[_Collective] = []
+    exchanged: list[_Collective] = []
+    summed: list[_Collective] = []
 
-    def gather(piece: int) -> None:
-        """Pieces are counted through all chunks."""
-        if len(gathered) == piece < len(chunks) * schedule.pieces:
-            num_bytes = chunks[piece // schedule.pieces].rows * work.hidden_size * work.itemsize
-            gathered.append(line.collective("all_gather", num_bytes / schedule.pieces))
+    def gather(i: int) -> None:
+        if len(gathered) == i < len(chunks):
+            gathered.append(line.collective("all_gather", chunks[i].rows * work.hidden_size * work.itemsize))
 
     def to_statistics(i: int) -> None:
         if len(exchanged) > i or i >= len(chunks):
             return
-        for piece in range(i * schedule.pieces, (i + 1) * schedule.pieces):
-            if sharded_tokens:
-                gather(piece)
-                line.wait("hidden states", gathered[piece])
-                if schedule.prefetch or (piece + 1) % schedule.pieces:
-                    gather(piece + 1)
-            line.product("logits", chunks[i], 1 / schedule.pieces)
+        if sharded_tokens:
+            gather(i)
+            line.wait("hidden states", gathered[i])
+            if schedule.prefetch:
+                gather(i + 1)
+        line.product("logits", chunks[i])
         if sharded_tokens and i == 0:
             line.wait("targets", line.collective("all_gather", TARGET_BYTES * work.num_tokens))
         line.kernel("row_stats", chunks[i])
@@ -156,17 +186,8 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
 
     def take_sum(chunk: LocalWork) -> None:
         line.wait("hidden gradient", summed[-1])
-        if reduced != work.itemsize and not narrow_gather:
+        if reduced != work.itemsize:
             line.kernel("copy", chunk)
-
-    def start_sum(num_bytes: float, chunk: LocalWork) -> None:
-        if not narrow_gather:
-            summed.append(line.collective(reduction, num_bytes, costs.collective_slower))
-            return
-        line.collective("reduce_scatter", num_bytes, costs.collective_slower)
-        line.beside(costs.stage("copy", chunk) / ranks / schedule.pieces)
-        gathered_bytes = num_bytes * work.itemsize / reduced
-        summed.append(line.collective("all_gather", gathered_bytes, costs.collective_slower))
 
     for i, chunk in enumerate(chunks):
         if ranks == 1:
@@ -182,11 +203,11 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
             line.kernel("row_grad", chunk)
             if i > 0:
                 take_sum(chunks[i - 1])
-            num_bytes = chunk.rows * work.hidden_size * reduced
-            for _ in range(schedule.pieces):
-                line.product("hidden_grad", chunk, 1 / schedule.pieces)
-                start_sum(num_bytes / schedule.pieces, chunk)
-        line.product("weight_grad" if i == 0 else "weight_grad_more", chunk)
+            line.product("hidden_grad", chunk)
+            summed.append(line.collective(reduction, chunk.rows * work.hidden_size * reduced))
+        shares = [1.0] if ranks == 1 else schedule.shares(work.columns, i == len(chunks) - 1)
+        for share in shares:
+            line.product("weight_grad" if i == 0 else "weight_grad_more", chunk, share)
     if ranks > 1:
         take_sum(chunks[-1])
     line.other(costs.small_kernels)
@@ -199,16 +220,14 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
 
 
 def check_steps(costs: Costs, measurements: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each measured step with its prediction, `predicted`, and the relative error, `error`."""
+    """Each measured step with its prediction: `predicted` seconds, and `predicted_to_cut_floor`, the same over the
+    products' time, which no clock moves."""
     found = []
+    itemsize = getattr(torch, measurements["dtype"]).itemsize
     for step in measurements["steps"]:
-        sharded = step["method"] == "flce-sharded-tokens"
-        if step["method"] not in ("flce", "flce-sharded-tokens"):
-            continue
-        guess = predict(
-            step["num_tokens"], step["hidden_size"], step["vocab_size"], step["num_ranks"], costs,
-            layout="sharded" if sharded else "replicated",
-            itemsize=getattr(torch, measurements["dtype"]).itemsize,
-        )  # fmt: skip
-        found.append(step | {"predicted": guess.seconds, "error": guess.seconds / step["seconds"] - 1})
+        layout = {"flce": "replicated", "flce-sharded-tokens": "sharded"}.get(step["method"])
+        if layout is not None:
+            sizes = (step["num_tokens"], step["hidden_size"], step["vocab_size"], step["num_ranks"])
+            guess = predict(*sizes, costs, layout=layout, itemsize=itemsize)
+            found.append(step | {"predicted": guess.seconds, "predicted_to_cut_floor": guess.seconds / guess.products})
     return found
