@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import PREFERRED_MULTIPLE
+from .plan import first_part
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -111,14 +111,14 @@ class WeightGradient:
         bias_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.bias = torch.zeros(weight.shape[0], dtype=bias_dtype, device=weight.device) if needs_bias else None
 
-    def add(self, grad_logits: Tensor, x: Tensor, num_gemms: int = 1) -> None:
-        """Adds a chunk: `grad_logits [C, num_columns]`, `x [C, H]`."""
+    def add(self, grad_logits: Tensor, x: Tensor, split: bool = False) -> None:
+        """Adds a chunk: `grad_logits [C, num_columns]`, `x [C, H]`. With `split` in two GEMMs (`plan.first_part`)."""
         if self.weight is not None:
             into = mm_into if self._first else addmm_into
-            rows = max(1, -(-self._num_columns // (num_gemms * PREFERRED_MULTIPLE))) * PREFERRED_MULTIPLE
-            for start in range(0, self._num_columns, rows):
-                stop = min(start + rows, self._num_columns)
-                into(self.weight[start:stop], grad_logits[:, start:stop].t(), x)
+            first = first_part(self._num_columns, x.shape[1]) if split else self._num_columns
+            for start, stop in ((0, first), (first, self._num_columns)):
+                if start < stop:
+                    into(self.weight[start:stop], grad_logits[:, start:stop].t(), x)
         if self.bias is not None:
             self.bias[: self._num_columns] += grad_logits.sum(0, dtype=self.bias.dtype)
         self._first = False

@@ -4,8 +4,8 @@ Letters: N rows of the loop (tokens of the group), H hidden, L columns of this r
 
 Collectives with W > 1 ranks, for each chunk: one all-gather of `[K, C]` statistics (K = 4 without extras), and, where
 the hidden states need a gradient, one reduction of `[C, H]`, which is started before the weight-gradient GEMM. A GEMM
-holds the whole GPU until its last tiles, so the reduction runs beside the one after: the next chunk's logits, or, in
-the last chunk, the second half of the weight gradient. Token-sharded hidden states add one all-gather of `[C, H]`.
+holds the whole GPU until its last tiles, so the reduction runs beside the one after: that one is therefore made in two
+parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C, H]`.
 Backward calls none, unless it recomputes: then the same but for the statistics.
 """
 
@@ -139,8 +139,7 @@ def run_chunks(
             hidden_grad_into(part, grad, weight_rows, residual, mean_row)
             hidden_grad.start_reduce(part, start, stop)
         if needs.weight or needs.bias:
-            exposed = hidden_grad is not None and hidden_grad.is_reduced and stop == call.tokens.num_rows
-            weight_grad.add(grad, x, num_gemms=2 if exposed else 1)
+            weight_grad.add(grad, x, split=hidden_grad is not None and hidden_grad.is_reduced)
 
     return stats, Gradients(None if hidden_grad is None else hidden_grad.finish(), *weight_grad.finish())
 
