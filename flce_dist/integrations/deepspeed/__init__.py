@@ -5,8 +5,9 @@ and `attach_to_trainer` and `attach_to_accelerator` are for those of Hugging Fac
 keys and what each setting does. DeepSpeed itself is imported with the first call.
 """
 
+from .checkpoints import full_head
 from .engine import attach, initialize, step_normalizer
-from .heads import full_head, shard_head
+from .heads import shard_head
 from .section import Section, SectionWarning, json_schema, read_section
 from .trainer import attach_to_accelerator, attach_to_trainer
 

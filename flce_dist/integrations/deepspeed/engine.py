@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
-from .heads import export_whole_head, find_head, layout_of, mark_tensor_parallel, shard_head
+from .checkpoints import export_whole_head, load_own_rows
+from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
 from .section import Section, SectionWarning, load_config, read_section
 
 _SECTION = "_flce_section"
@@ -94,6 +95,7 @@ def attach(engine: Any) -> nn.Module | None:
         attach_loss(head, layout.group, **arguments)
     if section.vocab_parallel == "data":
         export_whole_head(engine)
+        load_own_rows(engine, head)
     setattr(engine, _SECTION, section)
     return head
 
