@@ -66,7 +66,7 @@ def attach_loss(
             f"{sorted(names)}: what the others compute would be left out of the loss. Give it to the linear layer "
             "itself, before FSDP1 or another wrapper is put around it"
         )
-    if hasattr(head, _ATTRIBUTE):
+    if has_loss(head):
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")
     arguments = {
         "group": group,
@@ -80,6 +80,11 @@ def attach_loss(
     head.forward = types.MethodType(_forward, head)
 
 
+def has_loss(head: nn.Module) -> bool:
+    """Whether `attach_loss` gave it one."""
+    return hasattr(head, _ATTRIBUTE)
+
+
 def detach_loss(head: nn.Module) -> None:
     """Gives `head` the forward it had before `attach_loss`."""
     loss: HeadLoss = getattr(head, _ATTRIBUTE)
@@ -89,9 +94,13 @@ def detach_loss(head: nn.Module) -> None:
         head.forward = loss.plain_forward
 
 
-def _forward(self: nn.Module, hidden: Tensor, target: Tensor | None = None, **tensors: Any) -> Tensor | LossOutput:
+def _forward(
+    self: nn.Module, hidden: Tensor | None = None, target: Tensor | None = None, **tensors: Any
+) -> Tensor | LossOutput:
     loss: HeadLoss = getattr(self, _ATTRIBUTE)
     if target is None:
-        return loss.plain_forward(hidden, **tensors)
+        return loss.plain_forward(*(() if hidden is None else (hidden,)), **tensors)  # or input=, of an nn.Linear
+    if hidden is None:
+        raise TypeError(f"with a target this {type(self).__name__} takes hidden, as the first argument or by its name")
     weight: Any = self.weight
     return linear_cross_entropy(hidden, weight, target, bias=getattr(self, "bias", None), **tensors, **loss.arguments)

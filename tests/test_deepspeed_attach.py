@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
+from flce_dist.attach import detach_loss
 from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head
 from tests.kit.engines import (
     LR,
@@ -26,7 +26,6 @@ from tests.kit.engines import (
     batches,
     deepspeed_ready,
     gathered,
-    joined,
     judge,
     make_model,
     steps,
@@ -65,9 +64,17 @@ def _attach(ctx: Context) -> None:
         logits = F.linear(whole.hidden(ids), whole.lm_head.weight)
         expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
         torch.testing.assert_close(loss, expected)
-        with pytest.raises(ValueError, match="detach_loss"):
+        with pytest.raises(ValueError, match=r"^flce_dist: this engine has its loss already\. initialize attaches it"):
             attach(engine)
+        with pytest.raises(TypeError, match="model: expected the module itself, got the DeepSpeedEngine around it"):
+            initialize(model=engine, config=cell.config())
         engine.destroy()
+        with pytest.raises(
+            ValueError, match=r"^flce_dist: the TinyModel has a loss already, from apply, attach_loss or"
+        ):
+            engine_of(cell, model)
+        detach_loss(head)
+        engine_of(cell, model).destroy()
 
 
 def test_attach_after_deepspeed_initialize(engine_workers: Engines) -> None:
@@ -269,97 +276,3 @@ def _shard_head_only_when_asked(ctx: Context) -> None:
 
 def test_shard_head(engine_workers: Engines) -> None:
     engine_workers(2).run(2, _shard_head_only_when_asked)
-
-
-def _resume(ctx: Context, cell: Cell, folder: str) -> None:
-    """Three steps, a checkpoint, three more; and a new engine that does the last three from the checkpoint."""
-    with deepspeed_ready(ctx):
-        results = []
-        for resumed in (False, True):
-            torch.manual_seed(7)
-            engine = engine_of(cell, torch_model(cell, 0.5 if resumed else 1.0))
-            trained = Trained([], [], {})
-            if resumed:
-                path, _ = engine.load_checkpoint(folder)
-                assert path is not None
-            else:
-                steps(engine, cell, trained)
-                engine.save_checkpoint(folder)
-            steps(engine, cell, trained)
-            results.append((trained.losses[-3:], trained.norms[-3:], gathered(engine)))
-            engine.destroy()
-            from deepspeed.utils import groups
-
-            groups._release_process_group_references()
-        (losses, norms, parameters), (again, norms_again, parameters_again) = results
-        assert losses == again
-        assert norms == norms_again
-        for name, value in parameters.items():
-            assert torch.equal(value, parameters_again[name]), name
-
-
-def torch_model(cell: Cell, scale: float) -> Any:
-    """Other values than the checkpoint's, so that loading is seen to happen."""
-    model = make_model(cell)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    return model
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [Cell(0), Cell(2, clip=0.3), Cell(3, clip=0.3), Cell(3, clip=0.3, section=DATA), Cell(3, "bfloat16", section=DATA)],
-    ids=lambda cell: cell.id,
-)
-def test_resume_is_exact(cell: Cell, engine_workers: Engines, tmp_path: Path) -> None:
-    engine_workers(2).run(2, _resume, cell, str(tmp_path))
-
-
-def _save(ctx: Context, cell: Cell, folder: str) -> dict[str, Tensor]:
-    with deepspeed_ready(ctx):
-        engine = engine_of(cell)
-        steps(engine, cell, Trained([], [], {}))
-        engine.save_checkpoint(folder)
-        parameters = gathered(engine)
-        engine.destroy()
-    return parameters
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_to_fp32_has_the_head(stage: int, engine_workers: Engines, tmp_path: Path) -> None:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    expected = engine_workers(2).run(2, _save, Cell(stage, "bfloat16"), str(tmp_path))[0]
-    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert torch.equal(state["lm_head.weight"], expected["lm_head.weight"])
-    assert state["lm_head.weight"].shape == (37, H)
-
-
-def test_zero_to_fp32_refuses_a_sharded_head(engine_workers: Engines, tmp_path: Path) -> None:
-    """It knows one partitioning for all parameters. The way out is `full_head`."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    engine_workers(2).run(2, _save, Cell(3, section=DATA), str(tmp_path))
-    with pytest.raises(ValueError, match="something is wrong"):
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-
-
-def _save_16bit(ctx: Context, cell: Cell, folder: str) -> Tensor:
-    with deepspeed_ready(ctx):
-        engine = engine_of(cell, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
-        steps(engine, cell, Trained([], [], {}))
-        assert engine.save_16bit_model(folder, "model.bin")
-        head = joined(gathered(engine), engine.module.lm_head, cell)["lm_head.weight"]
-        engine.destroy()
-    return head
-
-
-@pytest.mark.parametrize(
-    "cell", [Cell(3), Cell(3, section=DATA), Cell(3, "bfloat16", section=DATA)], ids=lambda c: c.id
-)
-def test_save_16bit_model_has_the_whole_head(cell: Cell, engine_workers: Engines, tmp_path: Path) -> None:
-    head = engine_workers(2).run(2, _save_16bit, cell, str(tmp_path))[0]
-    saved = torch.load(tmp_path / "model.bin")
-    assert list(saved) == list(make_model(cell).state_dict())
-    assert torch.equal(saved["lm_head.weight"], head.to(saved["lm_head.weight"].dtype))

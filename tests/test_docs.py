@@ -159,9 +159,17 @@ PROGRAMS = README_PROGRAMS + [block for page in PAGES[1:] if page.name != "train
 RUNNER = """
 import os, pathlib, runpy, sys
 import torch.distributed as dist
-if "deepspeed" in pathlib.Path(sys.argv[1]).read_text():
+program = pathlib.Path(sys.argv[1]).read_text()
+if "deepspeed" in program:
     import deepspeed
     deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
+    if "Trainer" in program:
+        # For several processes without a GPU accelerate chooses no backend where DeepSpeed is asked for.
+        import torch
+        from accelerate.state import DistributedType, PartialState
+        if not torch.cuda.is_available():
+            os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # torchrun sets it
+            PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
 runpy.run_path(sys.argv[1], run_name="__main__")
 if dist.is_initialized():
     dist.barrier()

@@ -30,7 +30,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def read_file(path: str) -> dict[str, Any]:
     """The DeepSpeed configuration of a file, its section checked. Raises ConfigError."""
     try:
-        from flce_dist.integrations.deepspeed import load_config, read_section
+        from flce_dist.integrations.deepspeed.section import load_config, read_section
 
         values = dict(load_config(path))
         read_section(values)

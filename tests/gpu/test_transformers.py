@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.support import DevicePool, free_memory, worker_device
+from tests.gpu.support import DevicePool, free_memory
 from tests.kit.workers import Context
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
@@ -210,7 +210,7 @@ def test_a_trainer(tmp_path: Path, device: torch.device) -> None:
 
 
 def _shared_vocabulary(ctx: Context, kind: str) -> tuple[float, float]:
-    device = worker_device(ctx)
+    device = ctx.device
     model, inputs = make(kind, device), batch(device)
     loss, grads = loss_and_grads(model, inputs)
     apply(model, ctx.group, chunk_rows=50)
@@ -232,7 +232,7 @@ def _data_parallel(ctx: Context, how: str, kind: str) -> float:
 
     from flce_dist.integrations.never_gathered import shard_head
 
-    device = worker_device(ctx)
+    device = ctx.device
     inputs = batch(device, (2, 65))
     model, stock = make(kind, device), make(kind, device)
     mesh = torch.distributed.DeviceMesh.from_group(ctx.group, device.type, mesh_dim_names=("data",))

@@ -70,7 +70,8 @@ class Cell:
         if self.dtype == "bfloat16":
             config["bf16"] = {"enabled": True}
         if self.dtype == "float16":
-            config["fp16"] = {"enabled": True, "loss_scale": 256}
+            # Without ZeRO, DeepSpeed 0.19.8 divides the gradients by a loss scale that it has not applied.
+            config["fp16"] = {"enabled": True, "loss_scale": 256 if self.stage else 1}
         return config
 
 
@@ -173,6 +174,7 @@ def deepspeed_ready(ctx: Context) -> Iterator[Any]:
     warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
     from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.runtime.tensor_parallel import init_utils
     from deepspeed.utils import groups, logger
 
     with pytest.MonkeyPatch.context() as patch:
@@ -189,6 +191,7 @@ def deepspeed_ready(ctx: Context) -> Iterator[Any]:
     finally:
         groups._release_process_group_references()
         set_autotp_mode(training=False)
+        init_utils._TP_MODEL_INIT_ARGS = None
 
 
 _GROUPS: dict[tuple[int, ...], Any] = {}

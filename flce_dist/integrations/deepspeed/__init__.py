@@ -1,138 +1,26 @@
 """DeepSpeed: the loss by a section "flce_dist" in the configuration that a run already has.
 
-`initialize` is `deepspeed.initialize` plus the loss; `attach(engine)` is for trainers that make the engine themselves.
-docs/deepspeed.md has the section's keys and what each setting does. DeepSpeed itself is imported with the first call.
+`initialize` is `deepspeed.initialize` plus the loss; `attach(engine)` is for trainers that make the engine themselves,
+and `attach_to_trainer` and `attach_to_accelerator` are for those of Hugging Face. docs/deepspeed.md has the section's
+keys and what each setting does. DeepSpeed itself is imported with the first call.
 """
 
-from __future__ import annotations
-
-import inspect
-import sys
-import warnings
-from collections.abc import Mapping
-from typing import Any
-
-import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-
-from ...attach import attach_loss
-from .heads import export_whole_head, find_head, full_head, layout_of, mark_tensor_parallel, shard_head
-from .section import Section, SectionWarning, json_schema, load_config, read_section
+from .checkpoints import full_head
+from .engine import attach, initialize, step_normalizer
+from .heads import shard_head
+from .section import Section, SectionWarning, json_schema, read_section
+from .trainer import attach_to_accelerator, attach_to_trainer
 
 __all__ = [
     "Section",
     "SectionWarning",
     "attach",
+    "attach_to_accelerator",
+    "attach_to_trainer",
     "full_head",
     "initialize",
     "json_schema",
     "read_section",
     "shard_head",
+    "step_normalizer",
 ]
-
-
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, with its arguments and results, and then `attach(engine)`. The section is checked first.
-
-    Without a section this is `deepspeed.initialize` and a warning.
-
-    Raises:
-        TypeError, ValueError: the section is wrong, or does not fit the model; the message starts with the key's path.
-            On all ranks alike.
-    """
-    import deepspeed
-
-    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
-    config = _config_of(call)
-    section = None if config is None else read_section(config)
-    if config is not None and section is not None:
-        model = call["model"]
-        head = find_head(model, section)
-        if section.vocab_parallel == "tensor" and call.get("mpu") is not None:
-            mark_tensor_parallel(head)  # before, because the optimizers in 16 bits copy the mark
-        if section.vocab_parallel == "data":
-            _check_data_parallel(section, head, call)
-            deepspeed.init_distributed(
-                dist_backend=deepspeed.get_accelerator().communication_backend_name(),
-                dist_init_required=call.get("dist_init_required"),
-                **({"distributed_port": call["distributed_port"]} if "distributed_port" in call else {}),
-            )
-            shard_head(model, config)
-    results = deepspeed.initialize(*args, **kwargs)
-    attach(results[0])
-    return results
-
-
-def attach(engine: Any) -> nn.Module | None:
-    """Gives the head of the engine's model the loss that its configuration describes, and returns the head: call
-    `head(hidden, target)` for the loss. For a transformers model, `engine(input_ids, labels=...)` uses it by itself.
-
-    Call it on all ranks, after the engine was made, since DeepSpeed replaces heads while it makes one. Without a
-    section there is a warning, and None comes back.
-
-    Raises:
-        TypeError, ValueError: as `initialize`.
-    """
-    section = read_section(engine.config)
-    if section is None:
-        warnings.warn(
-            'the DeepSpeed configuration has no section "flce_dist": the model keeps its own loss',
-            SectionWarning,
-            stacklevel=2,
-        )
-        return None
-    model = engine.module
-    head = find_head(model, section)
-    layout = layout_of(head, section, engine)
-    arguments = {
-        "vocab_shard": layout.vocab_shard,
-        "hidden_layout": layout.hidden_layout,
-        "hidden_grad_scale": 1.0,  # shard_head scales the gradients of hidden states and weight alike
-        **section.options,
-    }
-    if section.head is None and _is_causal_lm(model):
-        _apply_to_causal_lm(model, section, layout.group, arguments)
-    else:
-        attach_loss(head, layout.group, **arguments)
-    if section.vocab_parallel == "data":
-        export_whole_head(engine)
-    return head
-
-
-def _is_causal_lm(model: Any) -> bool:
-    """Whether it is a model of transformers, perhaps in PEFT's wrapper."""
-    transformers = sys.modules.get("transformers")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return transformers is not None and isinstance(base, transformers.PreTrainedModel)
-
-
-def _apply_to_causal_lm(model: Any, section: Section, group: dist.ProcessGroup | None, arguments: Any) -> None:
-    from ..transformers import apply
-
-    if section.options.get("reduction", "mean") != "mean":
-        raise ValueError(
-            f'{section.where}.reduction: a {type(model).__name__} returns one loss, the "mean"; got '
-            f"{section.options['reduction']!r}"
-        )
-    if hasattr(model, "_deepspeed_original_loss_function"):  # AutoTP has put its loss on sharded logits in its place
-        model.loss_function = model._deepspeed_original_loss_function
-    apply(model, group, **arguments)
-
-
-def _config_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration, from whichever argument it comes; None: DeepSpeed says what it expects."""
-    given = call.get("config") or call.get("config_params") or getattr(call.get("args"), "deepspeed_config", None)
-    return None if given is None else load_config(given)
-
-
-def _check_data_parallel(section: Section, head: nn.Module, call: Mapping[str, Any]) -> None:
-    where = f"{section.where}.vocab_parallel"
-    if call.get("mpu") is not None:
-        raise ValueError(f'{where}: "data" shards the head over all ranks, and mpu splits them otherwise; use "tensor"')
-    holds = "optimizer" if isinstance(call.get("optimizer"), Optimizer) else "model_parameters"
-    if hasattr(head.weight, "ds_id") and call.get(holds) is not None:
-        raise ValueError(
-            f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, and {holds} holds the '
-            "old one: call shard_head before making it, or leave it out and describe the optimizer in the configuration"
-        )

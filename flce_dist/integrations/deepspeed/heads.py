@@ -16,7 +16,7 @@ from ...shard import VocabShard
 from .section import Section, load_config, read_section
 
 _NAMES = ("lm_head", "embed_out")
-_DATA_SHARD = "_flce_data_shard"
+DATA_SHARD = "_flce_data_shard"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
     from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 
     where, wanted = f"{section.where}.vocab_parallel", section.vocab_parallel
-    data: Layout | None = getattr(head, _DATA_SHARD, None)
+    data: Layout | None = getattr(head, DATA_SHARD, None)
     if wanted == "data":
         if data is None:
             raise ValueError(
@@ -144,7 +144,7 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
         return
     where = f"{section.where}.vocab_parallel"
     head = find_head(model, section)
-    if hasattr(head, _DATA_SHARD):
+    if hasattr(head, DATA_SHARD):
         return
     if type(head) is not nn.Linear:
         raise TypeError(f'{where}: "data" shards an nn.Linear, and the head is a {type(head).__name__}')
@@ -153,7 +153,7 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
         raise ValueError(f'{where}: "data" cannot shard a tied weight ({" is ".join(shared)}); untie it or use "none"')
     ranks = dist.get_world_size()
     if ranks == 1:
-        setattr(head, _DATA_SHARD, Layout())
+        setattr(head, DATA_SHARD, Layout())
         return
     # The groups of expert parallelism over all ranks: one of all, and one of each rank alone.
     groups._create_expert_and_data_parallel(ranks)
@@ -181,16 +181,21 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
     head.out_features = shard.num_rows
     head.forward = _no_logits  # type: ignore[method-assign]
     head.register_forward_hook(lambda _module, _args, output: _scale_gradient(output, ranks))
-    setattr(head, _DATA_SHARD, Layout(group, shard, "sharded"))
+    setattr(head, DATA_SHARD, Layout(group, shard, "sharded"))
 
 
 def _rows(parameter: nn.Parameter, shard: VocabShard) -> Tensor:
-    """This rank's rows, padded with zeros."""
+    """This rank's rows of a parameter that ZeRO-3 may have partitioned."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")), torch.no_grad():
-        local = parameter.new_zeros(shard.num_rows, *parameter.shape[1:])
-        local[: shard.num_columns] = parameter[shard.start : shard.start + shard.num_columns]
+        return own_rows(parameter, shard)
+
+
+def own_rows(whole: Tensor, shard: VocabShard) -> Tensor:
+    """This rank's rows, padded with zeros."""
+    local = whole.new_zeros(shard.num_rows, *whole.shape[1:])
+    local[: shard.num_columns] = whole[shard.start : shard.start + shard.num_columns]
     return local
 
 
@@ -206,43 +211,3 @@ def _scale_gradient(output: Tensor | LossOutput, factor: int) -> Tensor | LossOu
     loss = output.loss if isinstance(output, LossOutput) else output
     scaled = loss + (factor - 1) * (loss - loss.detach())
     return output._replace(loss=scaled) if isinstance(output, LossOutput) else scaled
-
-
-def full_head(engine: Any) -> dict[str, Tensor]:
-    """The weight (and bias) of a head that is sharded over the data-parallel ranks, whole, by their names in the
-    model's state dict; for exports. On all ranks; called by all of them (one all-gather each).
-
-    Raises:
-        ValueError: the engine's head is not sharded so.
-    """
-    import deepspeed
-
-    found = [(name, module) for name, module in engine.module.named_modules() if hasattr(module, _DATA_SHARD)]
-    if not found:
-        raise ValueError('no head of this model is sharded by `"vocab_parallel": "data"`')
-    (name, head), *_ = found
-    layout: Layout = getattr(head, _DATA_SHARD)
-    full = {}
-    for key, parameter in head.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            local = parameter.detach().clone()
-        if layout.group is not None and layout.vocab_shard is not None:
-            parts = [torch.empty_like(local) for _ in range(dist.get_world_size(layout.group))]
-            dist.all_gather(parts, local, group=layout.group)
-            local = torch.cat(parts)[: layout.vocab_shard.vocab_size]
-        full[f"{name}.{key}" if name else key] = local
-    return full
-
-
-def export_whole_head(engine: Any) -> None:
-    """Lets the engine's consolidated state dict, from which `save_16bit_model`, accelerate and the transformers Trainer
-    write a model, hold the whole head; DeepSpeed's own would hold rank 0's rows."""
-    consolidate = engine._zero3_consolidated_16bit_state_dict
-
-    def with_whole_head(*args: Any, **kwargs: Any) -> dict[str, Tensor] | None:
-        state, head = consolidate(*args, **kwargs), full_head(engine)
-        if state is not None:
-            state |= {name: tensor.cpu() for name, tensor in head.items()}
-        return state
-
-    engine._zero3_consolidated_16bit_state_dict = with_whole_head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -39,12 +39,27 @@ def apply_to_trainer(
     """
     if "group" in options:
         raise TypeError("apply_to_trainer takes no group: a Trainer gives each rank tokens of its own")
+    check_settings(trainer, eval_logits=eval_logits)
+    if has_own_loss(trainer):
+        handle = _apply_to_sft(trainer, aux, options)
+    else:
+        handle = apply(trainer.model, aux=aux, eval_logits=eval_logits, **options)
+    handle.on_remove.append(count_exactly(trainer))
+    return handle
+
+
+def has_own_loss(trainer: Trainer) -> bool:
+    """Whether it is TRL's `SFTTrainer`, by its `SFTConfig`."""
+    return hasattr(trainer.args, "loss_type") and hasattr(trainer.args, "assistant_only_loss")
+
+
+def check_settings(trainer: Trainer, *, eval_logits: bool = False) -> None:
+    """Raises ValueError for what `apply_to_trainer` refuses, whatever the options of the loss."""
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model in train(), without this loss: give the Trainer a model")
     args: Any = trainer.args
-    own_loss = hasattr(args, "loss_type") and hasattr(args, "assistant_only_loss")  # TRL's SFTConfig
     metrics = trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None
-    if metrics and not eval_logits and not own_loss:
+    if metrics and not eval_logits and not has_own_loss(trainer):
         raise ValueError(
             "compute_metrics and preprocess_logits_for_metrics need logits in evaluation: pass eval_logits=True to "
             'make them there, or read accuracy and the like from the handle\'s output (aux=("accuracy",))'
@@ -63,17 +78,11 @@ def apply_to_trainer(
             f"the Trainer would use nn.DataParallel over {args.n_gpu} GPUs, whose replicas share one forward: start "
             "one process a GPU with torchrun or accelerate launch"
         )
-    if own_loss:
-        handle = _apply_to_sft(trainer, aux, options)
-    else:
-        handle = apply(trainer.model, aux=aux, eval_logits=eval_logits, **options)
-    _keep_counts_exact(trainer, handle)
-    return handle
 
 
-def _keep_counts_exact(trainer: Any, handle: FusedLoss) -> None:
+def count_exactly(trainer: Any) -> Callable[[], None]:
     """The Trainer divides its count of tokens and hands it to the model as a float, which FSDP2 would cast to 16 bits
-    with the model's other inputs. An integer it leaves alone."""
+    with the model's other inputs. An integer it leaves alone. Returns what undoes it."""
     count = trainer._get_num_items_in_batch
 
     def exact(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +90,7 @@ def _keep_counts_exact(trainer: Any, handle: FusedLoss) -> None:
         return number.round().to(torch.int64) if isinstance(number, torch.Tensor) else number
 
     trainer._get_num_items_in_batch = exact
-    handle.on_remove.append(lambda: delattr(trainer, "_get_num_items_in_batch"))
+    return lambda: delattr(trainer, "_get_num_items_in_batch")
 
 
 def _apply_to_sft(trainer: Any, aux: Sequence[str], options: LossOptionsDict) -> FusedLoss:

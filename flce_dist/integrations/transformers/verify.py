@@ -25,16 +25,19 @@ def check_after_head(name: str, after: AfterHead, probe: float, logits: Tensor, 
     expected = after(probe)
     message = (
         f"{name} changes its logits after the head in another way than was declared (logit_scale={after.scale:g}, "
-        f"softcap={after.softcap}): {{}}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * "
-        "logits / softcap); what has not this form (an adapter on the head, for one) cannot be computed without logits"
+        f"softcap={after.softcap}): {{}}"
+    )
+    remedy = (
+        ". Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * logits / softcap); what has not "
+        "this form (an adapter on the head, for one) cannot be computed without logits"
     )
     if logits.dim() != 0:
-        raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}"))
+        raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}") + remedy)
     ulps = 4 if logits.dtype.itemsize >= 4 else 2
     close = (logits.detach() - expected).abs() <= ulps * torch.finfo(logits.dtype).eps * abs(expected)
     if host and not close:
-        raise UnsupportedForward(message.format(f"{probe:g} became {logits.item():g} instead of {expected:g}"))
-    _require(close, message.format(f"{probe:g} did not become {expected:g}"), host)
+        raise UnsupportedForward(message.format(f"{probe:g} became {logits.item():g} instead of {expected:g}") + remedy)
+    _require(close, message.format(f"{probe:g} did not become {expected:g}"), host, remedy)
 
 
 def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
@@ -67,9 +70,13 @@ def check_unchanged(name: str, labels: Tensor, version: int | None) -> None:
         raise UnsupportedForward(f"{name} changes its labels in place: change them before it is called")
 
 
-def _require(condition: Tensor, message: str, host: bool) -> None:
+DEVICE_MESSAGE_LENGTH = 254
+"""Characters that torch allows a device-side assertion on a GPU; with more it raises, whatever the condition."""
+
+
+def _require(condition: Tensor, message: str, host: bool, remedy: str = "") -> None:
     """Raises UnsupportedForward; without `host`, on a GPU, a device-side assertion that nobody waits for."""
-    if condition.device.type == "cuda" and not host:
-        torch._assert_async(condition, f"flce_dist: {message}")
+    if condition.device.type != "cpu" and not host:
+        torch._assert_async(condition, f"flce_dist: {message}"[:DEVICE_MESSAGE_LENGTH])
     elif not condition:
-        raise UnsupportedForward(message)
+        raise UnsupportedForward(message + remedy)

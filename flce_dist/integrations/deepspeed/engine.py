@@ -1,0 +1,184 @@
+"""`initialize` and `attach`: an engine whose head computes the loss that its configuration describes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...api import count_valid_tokens
+from ...attach import attach_loss, has_loss
+from .checkpoints import export_whole_head, load_own_rows
+from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
+from .section import Section, SectionWarning, load_config, read_section
+
+_SECTION = "_flce_section"
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, with its arguments and results, and then `attach(engine)`. The section is checked first.
+
+    Without a section this is `deepspeed.initialize` and a warning.
+
+    Raises:
+        TypeError, ValueError: the section is wrong, or does not fit the model; the message starts with the key's path.
+            On all ranks alike.
+    """
+    import deepspeed
+
+    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    config = _config_of(call)
+    section = None if config is None else read_section(config)
+    if config is not None and section is not None:
+        model = call["model"]
+        if isinstance(model, deepspeed.DeepSpeedEngine):
+            raise TypeError(f"model: expected the module itself, got the {type(model).__name__} around it")
+        head = find_head(model, section)
+        _check_no_loss(model, head, section)
+        if section.vocab_parallel == "tensor" and call.get("mpu") is not None:
+            mark_tensor_parallel(head)  # before, because the optimizers in 16 bits copy the mark
+        if section.vocab_parallel == "data":
+            _check_data_parallel(section, head, call)
+            deepspeed.init_distributed(
+                dist_backend=deepspeed.get_accelerator().communication_backend_name(),
+                dist_init_required=call.get("dist_init_required"),
+                **({"distributed_port": call["distributed_port"]} if "distributed_port" in call else {}),
+            )
+            shard_head(model, config)
+    results = deepspeed.initialize(*args, **kwargs)
+    attach(results[0])
+    return results
+
+
+def attach(engine: Any) -> nn.Module | None:
+    """Gives the head of the engine's model the loss that its configuration describes, and returns the head: call
+    `head(hidden, target)` for the loss. For a transformers model, `engine(input_ids, labels=...)` uses it by itself.
+
+    Call it on all ranks, after the engine was made, since DeepSpeed replaces heads while it makes one. Without a
+    section there is a warning, and None comes back.
+
+    Raises:
+        TypeError, ValueError: as `initialize`.
+    """
+    section = read_section(engine.config)
+    if section is None:
+        warnings.warn(
+            'the DeepSpeed configuration has no section "flce_dist": the model keeps its own loss',
+            SectionWarning,
+            stacklevel=2,
+        )
+        return None
+    model = engine.module
+    if hasattr(engine, _SECTION):
+        raise ValueError(
+            f"{section.where}: this engine has its loss already. initialize attaches it; attach is for engines that "
+            "deepspeed.initialize made, and is called once"
+        )
+    head = find_head(model, section)
+    _check_no_loss(model, head, section)
+    layout = layout_of(head, section, engine)
+    arguments = {
+        "vocab_shard": layout.vocab_shard,
+        "hidden_layout": layout.hidden_layout,
+        "hidden_grad_scale": 1.0,  # shard_head scales the gradients of hidden states and weight alike
+        **section.options,
+    }
+    if section.head is None and _is_causal_lm(model):
+        _apply_to_causal_lm(model, section, layout.group, arguments)
+    else:
+        attach_loss(head, layout.group, **arguments)
+    if section.vocab_parallel == "data":
+        export_whole_head(engine)
+        load_own_rows(engine, head)
+    setattr(engine, _SECTION, section)
+    return head
+
+
+def step_normalizer(engine: Any, target: Tensor) -> Tensor:
+    """The `normalizer` of the head, and `num_items_in_batch` of a transformers model, with which a step has the
+    gradient of the mean over all valid tokens: those of data- and sequence-parallel ranks, and of all micro-steps.
+    Accumulate with `engine.backward(loss, scale_wrt_gas=False)`.
+
+    DeepSpeed averages gradients over data-parallel ranks. Over those that share a sequence it sums them, but ZeRO-3
+    averages them as well (0.19.8).
+
+    Args:
+        target: this rank's targets of all micro-steps of the step, of any shape; `labels[..., 1:]` for a transformers
+            model that shifts them itself.
+
+    Returns:
+        0-d float32, the same on all ranks; one all-reduce of a number over them.
+
+    Raises:
+        ValueError: the engine has no loss of this package, or sequence-parallel ranks without `reduce_scatter` in
+            ZeRO-3, where 0.19.8 sums the gradients of small parameters and averages those of large ones.
+    """
+    section: Section | None = getattr(engine, _SECTION, None)
+    if section is None:
+        raise ValueError("this engine has no loss of a section: make it by initialize, or attach(engine) first")
+    count = count_valid_tokens(target, section.options.get("ignore_index", -100), engine.seq_data_parallel_group)
+    if section.vocab_parallel == "data" and not (section.head is None and _is_causal_lm(engine.module)):
+        return count.float()  # such a head's loss is that of all ranks; a model divides it by their number again
+    averaged = engine.seq_dp_world_size / engine.sequence_parallel_size
+    if engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1:
+        if not engine.zero_reduce_scatter():
+            raise ValueError(
+                "zero_optimization.reduce_scatter: with sequence parallelism in stage 3 it must be true: without it "
+                "DeepSpeed sums the gradients of small parameters over a sequence's ranks and averages those of large "
+                "ones"
+            )
+        averaged = engine.seq_dp_world_size
+    return count / averaged
+
+
+def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:
+    if has_loss(head):
+        raise ValueError(
+            f"{section.where}: the {type(model).__name__} has a loss already, from apply, attach_loss or an earlier "
+            "engine. Leave apply and attach_loss to the section, and make a new model for a new engine, or call "
+            "remove() on what apply returned, detach_loss(head) otherwise"
+        )
+
+
+def _is_causal_lm(model: Any) -> bool:
+    """Whether it is a model of transformers, perhaps in PEFT's wrapper."""
+    transformers = sys.modules.get("transformers")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return transformers is not None and isinstance(base, transformers.PreTrainedModel)
+
+
+def _apply_to_causal_lm(model: Any, section: Section, group: dist.ProcessGroup | None, arguments: Any) -> None:
+    from ..transformers import apply
+
+    if section.options.get("reduction", "mean") != "mean":
+        raise ValueError(
+            f'{section.where}.reduction: a {type(model).__name__} returns one loss, the "mean"; got '
+            f"{section.options['reduction']!r}"
+        )
+    if hasattr(model, "_deepspeed_original_loss_function"):  # AutoTP has put its loss on sharded logits in its place
+        model.loss_function = model._deepspeed_original_loss_function
+    apply(model, group, **arguments)
+
+
+def _config_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration, from whichever argument it comes; None: DeepSpeed says what it expects."""
+    given = call.get("config") or call.get("config_params") or getattr(call.get("args"), "deepspeed_config", None)
+    return None if given is None else load_config(given)
+
+
+def _check_data_parallel(section: Section, head: nn.Module, call: Mapping[str, Any]) -> None:
+    where = f"{section.where}.vocab_parallel"
+    if call.get("mpu") is not None:
+        raise ValueError(f'{where}: "data" shards the head over all ranks, and mpu splits them otherwise; use "tensor"')
+    holds = "optimizer" if isinstance(call.get("optimizer"), Optimizer) else "model_parameters"
+    if hasattr(head.weight, "ds_id") and call.get(holds) is not None:
+        raise ValueError(
+            f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, and {holds} holds the '
+            "old one: call shard_head before making it, or leave it out and describe the optimizer in the configuration"
+        )
