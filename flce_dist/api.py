@@ -102,7 +102,7 @@ def linear_cross_entropy(
         return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
-    args, most_columns = checked_arguments(given)
+    args, agreed = checked_arguments(given)
     grad = torch.is_grad_enabled()
     needs = Needs(
         hidden=grad and args.hidden.requires_grad,
@@ -110,7 +110,7 @@ def linear_cross_entropy(
         bias=grad and args.bias is not None and args.bias.requires_grad,
     )
     with on_device(args.hidden.device):
-        prepared = prepare(args, most_columns, needs)
+        prepared = prepare(args, agreed, needs)
         loss, stats, owned = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
         check_targets(args, prepared, stats, owned)
         if args.options.reduction == "none":

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
-from .options import LossOptions, LossOptionsDict, is_finite, recomputes
+from .options import LossOptions, LossOptionsDict, is_finite, options_of, recomputes
 from .shard import VocabShard, partition_error
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
@@ -79,7 +79,7 @@ def resolve(given: Given) -> Arguments:
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    options = LossOptions(**given.options)
+    options = options_of(given.options)
     _check_call(given, options)
     given = autocast(local_tensors(given))
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
@@ -119,12 +119,14 @@ def resolve(given: Given) -> Arguments:
     )
 
 
-def checked_arguments(given: Given, compiled_needs: Sequence[bool] | None = None) -> tuple[Arguments, int | None]:
+def checked_arguments(
+    given: Given, compiled_needs: Sequence[bool] | None = None
+) -> tuple[Arguments, checks.Agreed | None]:
     """`resolve` on all ranks of the group together. Inside a compiled graph's operator tensors no longer know whether
     they require grad: `compiled_needs` says so of hidden, weight and bias.
 
     Returns:
-        The arguments, and the columns of the largest shard where the ranks told each other.
+        The arguments, and what the ranks told each other.
 
     Raises:
         TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
@@ -139,7 +141,7 @@ def checked_arguments(given: Given, compiled_needs: Sequence[bool] | None = None
         if error is not None:
             raise error
         return _present(args), None
-    most_columns = checks.agree(
+    agreed = checks.agree(
         group,
         str(given.options.get("check_ranks", "auto")),
         all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
@@ -147,7 +149,7 @@ def checked_arguments(given: Given, compiled_needs: Sequence[bool] | None = None
         error,
         lambda: summarize(_present(args), compiled_needs),
     )
-    return _present(args), most_columns
+    return _present(args), agreed
 
 
 def _present(args: Arguments | None) -> Arguments:
@@ -186,7 +188,7 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         equal["the targets (compared by checksum)"] = checks.checksum(args.target)
         same |= {"hidden": args.hidden, "token_weight": args.token_weight}
     sketches = {name: checks.sketch(tensor) for name, tensor in same.items() if tensor is not None}
-    return checks.Summary(args.shard, equal, sketches)
+    return checks.Summary(args.shard, any(needs), equal, sketches)
 
 
 def _check_call(given: Given, options: LossOptions) -> None:

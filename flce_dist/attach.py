@@ -94,9 +94,13 @@ def detach_loss(head: nn.Module) -> None:
         head.forward = loss.plain_forward
 
 
-def _forward(self: nn.Module, hidden: Tensor, target: Tensor | None = None, **tensors: Any) -> Tensor | LossOutput:
+def _forward(
+    self: nn.Module, hidden: Tensor | None = None, target: Tensor | None = None, **tensors: Any
+) -> Tensor | LossOutput:
     loss: HeadLoss = getattr(self, _ATTRIBUTE)
     if target is None:
-        return loss.plain_forward(hidden, **tensors)
+        return loss.plain_forward(*(() if hidden is None else (hidden,)), **tensors)  # or input=, of an nn.Linear
+    if hidden is None:
+        raise TypeError(f"with a target this {type(self).__name__} takes hidden, as the first argument or by its name")
     weight: Any = self.weight
     return linear_cross_entropy(hidden, weight, target, bias=getattr(self, "bias", None), **tensors, **loss.arguments)

@@ -40,6 +40,8 @@ def _why_no_triton(device: torch.device) -> str | None:
     if device.type == "cpu":
         if not triton.knobs.runtime.interpret:
             return "tensors on CPU need Triton's interpreter (set TRITON_INTERPRET=1 before the first import of triton)"
+        if importlib.util.find_spec("numpy") is None:
+            return "Triton's interpreter needs numpy, which is not installed"
     elif device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
         return f"the GPU's compute capability is {torch.cuda.get_device_capability(device)}, 7.0 is needed"
     return None

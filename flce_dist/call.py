@@ -11,8 +11,10 @@ from torch import Tensor
 
 from . import collectives, row_math
 from .arguments import Arguments
+from .checks import Agreed
 from .kernels.spec import RowSpec, stats_dtype
 from .op import Call, Needs, RowInputs
+from .options import recomputes
 from .plan import chunk_rows
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 
@@ -25,7 +27,7 @@ class Prepared(NamedTuple):
     kept: Tensor | None
 
 
-def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared:
+def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
     """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`."""
     options = args.options
     hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
@@ -33,7 +35,7 @@ def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared
         kept = (target != options.ignore_index).nonzero()[:, 0]
         hidden, target = hidden.index_select(0, kept), target[kept]
         token_weight = None if token_weight is None else token_weight[kept]
-    tokens = _token_layout(args, hidden, most_columns)
+    tokens = _token_layout(args, hidden, None if agreed is None else agreed.most_columns)
     dtype = stats_dtype(hidden.dtype)
 
     def row_inputs() -> RowInputs:
@@ -61,6 +63,10 @@ def prepare(args: Arguments, most_columns: int | None, needs: Needs) -> Prepared
             token_scaling=options.token_scaling,
         ),
         needs=needs,
+        repeatable=isinstance(tokens, ReplicatedTokens)
+        or agreed is None
+        or agreed.differentiate_alike
+        or recomputes(options, hidden.dtype),
         reduce_hidden_grad=args.reduce_hidden_grad,
         hidden_grad_scale=args.hidden_grad_scale,
         make_inputs=row_inputs,

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,17 @@ from . import collectives
 from .options import LossOptions, is_finite
 from .shard import VocabShard, partition_error
 
-_largest_shard: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
-"""Columns of the largest shard by group and vocabulary size, as its ranks once agreed."""
+
+class Agreed(NamedTuple):
+    """What the ranks of a group told each other: the columns of the largest shard, and whether all of them or none want
+    a gradient, so that a backward runs on all or on none."""
+
+    most_columns: int
+    differentiate_alike: bool
+
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Agreed]] = weakref.WeakKeyDictionary()
+"""By group and vocabulary size, of the last checked call."""
 
 _REMEDY = "compute the loss inside the forward of the module that owns it, as VocabParallelHead and attach_loss do"
 _OTHER_DATA = (
@@ -201,6 +210,7 @@ class Summary:
     tensors may differ by rounding, as those of bodies with non-deterministic kernels do."""
 
     shard: VocabShard
+    differentiates: bool
     equal: dict[str, Any]
     sketches: dict[str, list[float]]
 
@@ -212,15 +222,15 @@ def agree(
     vocab_size: int | None,
     error: Exception | None,
     summarize: Callable[[], Summary],
-) -> int | None:
+) -> Agreed | None:
     """Raises on ALL ranks of the group what one has found, or that they disagree, when this call is to be checked.
 
     One all-gather of objects when it is, which waits for the device; otherwise none.
 
     Returns:
-        Columns of the largest shard if the ranks ever told each other; None otherwise.
+        What the ranks ever told each other; None otherwise.
     """
-    known = _largest_shard.setdefault(group, {})
+    known = _agreed.setdefault(group, {})
     if check_ranks == "auto":
         check_ranks = "always" if on_cpu else "first"
     checked = bool(known) if vocab_size is None else vocab_size in known
@@ -247,7 +257,8 @@ def agree(
     if message is not None:
         raise ValueError(message)
     assert vocab_size is not None
-    known[vocab_size] = max(s.shard.num_columns for s in summaries)
+    most_columns = max(s.shard.num_columns for s in summaries)
+    known[vocab_size] = Agreed(most_columns, len({s.differentiates for s in summaries}) == 1)
     return known[vocab_size]
 
 

@@ -100,8 +100,8 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
 
 
 def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
-    args, most_columns = checked_arguments(_decode(tensors, config), needs)
-    return args, prepare(args, most_columns, Needs(*needs))
+    args, agreed = checked_arguments(_decode(tensors, config), needs)
+    return args, prepare(args, agreed, Needs(*needs))
 
 
 @torch.library.custom_op("flce_dist::linear_cross_entropy", mutates_args=())

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .plan import first_part
+
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """`out = a @ b`; `out` may be wider than the operands."""
@@ -109,16 +111,19 @@ class WeightGradient:
         bias_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.bias = torch.zeros(weight.shape[0], dtype=bias_dtype, device=weight.device) if needs_bias else None
 
-    def add(self, grad_logits: Tensor, x: Tensor) -> None:
-        """Adds a chunk: `grad_logits [C, num_columns]`, `x [C, H]`."""
+    def add(self, grad_logits: Tensor, x: Tensor, split: bool = False) -> None:
+        """Adds a chunk: `grad_logits [C, num_columns]`, `x [C, H]`. With `split` in two GEMMs (`plan.first_part`)."""
         if self.weight is not None:
             into = mm_into if self._first else addmm_into
-            into(self.weight[: self._num_columns], grad_logits.t(), x)
+            first = first_part(self._num_columns, x.shape[1]) if split else self._num_columns
+            for start, stop in ((0, first), (first, self._num_columns)):
+                if start < stop:
+                    into(self.weight[start:stop], grad_logits[:, start:stop].t(), x)
         if self.bias is not None:
             self.bias[: self._num_columns] += grad_logits.sum(0, dtype=self.bias.dtype)
         self._first = False
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.weight is not None:
+        if self.weight is not None and (self._first or self._num_columns < self.weight.shape[0]):
             self.weight[0 if self._first else self._num_columns :].zero_()
         return self.weight, self.bias

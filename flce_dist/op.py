@@ -3,9 +3,10 @@
 Letters: N rows of the loop (tokens of the group), H hidden, L columns of this rank's logits, C rows of a chunk.
 
 Collectives with W > 1 ranks, for each chunk: one all-gather of `[K, C]` statistics (K = 4 without extras), and, where
-the hidden states need a gradient, one reduction of `[C, H]`, which is started before the weight-gradient GEMM that
-hides it. Token-sharded hidden states add one all-gather of `[C, H]`. Backward calls none, unless it recomputes: then
-the same but for the statistics.
+the hidden states need a gradient, one reduction of `[C, H]`, which is started before the weight-gradient GEMM. A GEMM
+holds the whole GPU until its last tiles, so the reduction runs beside the one after: that one is therefore made in two
+parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C, H]`.
+Backward calls none, unless it recomputes: then the same but for the statistics.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Call:
     rows: ModuleType
     spec: RowSpec
     needs: Needs
+    repeatable: bool
+    """Whether a second backward may communicate: it runs on all ranks, or the ranks never said."""
     reduce_hidden_grad: bool
     hidden_grad_scale: float
     make_inputs: Callable[[], RowInputs]
@@ -136,7 +139,7 @@ def run_chunks(
             hidden_grad_into(part, grad, weight_rows, residual, mean_row)
             hidden_grad.start_reduce(part, start, stop)
         if needs.weight or needs.bias:
-            weight_grad.add(grad, x)
+            weight_grad.add(grad, x, split=hidden_grad is not None and hidden_grad.is_reduced)
 
     return stats, Gradients(None if hidden_grad is None else hidden_grad.finish(), *weight_grad.finish())
 
@@ -242,6 +245,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         if gradients is not None:
             scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)
             return None, *gradients
+        if not ctx.call.repeatable:
+            raise RuntimeError(
+                "this second backward would gather token-sharded hidden states, and ranks of the group that want no "
+                'gradient run none: pass backward="recompute", or let weight require grad on all ranks'
+            )
         hidden, weight, bias, stats = ctx.saved_tensors
         if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
             raise RuntimeError(

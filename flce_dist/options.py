@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -176,6 +176,21 @@ def recomputes(options: LossOptions, dtype: torch.dtype) -> bool:
     if options.backward == "auto" and options.token_scaling and dtype == torch.float16:
         return True
     return options.backward == "recompute" or options.reduction == "none"
+
+
+_known_options = lru_cache(maxsize=256, typed=True)(LossOptions)
+
+
+def options_of(values: Mapping[str, Any]) -> LossOptions:
+    """`LossOptions(**values)`, checked once for equal values: each call of the loss asks anew.
+
+    Raises:
+        TypeError, ValueError: as `LossOptions`.
+    """
+    try:
+        return _known_options(**values)
+    except TypeError:  # no option, or a value of a wrong type, which may not be a key of the cache
+        return LossOptions(**values)
 
 
 def parse_bytes(name: str, value: int | str) -> int:

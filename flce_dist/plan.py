@@ -17,6 +17,11 @@ PREFERRED_MULTIPLE = 128
 """Chunk rows are a multiple of this where the budget allows it: a GEMM tile's height."""
 
 
+FIRST_PART_OUTPUTS = 2**22
+"""Elements that a GEMM of 128 tiles of 128 x 256 makes: about as many tiles as a large GPU has multiprocessors, and so
+the least work that keeps all of it busy."""
+
+
 def chunk_rows(num_tokens: int, max_columns: int, itemsize: int, budget_bytes: int, explicit: int | None = None) -> int:
     """Rows of a chunk: at least 1, at most `max(num_tokens, 1)`.
 
@@ -32,9 +37,20 @@ def chunk_rows(num_tokens: int, max_columns: int, itemsize: int, budget_bytes: i
         return min(explicit, most)
     row_bytes = row_stride(max_columns) * itemsize
     rows = budget_bytes // row_bytes if row_bytes else most
-    if rows < most and rows >= PREFERRED_MULTIPLE:
-        rows -= rows % PREFERRED_MULTIPLE
-    return max(1, min(rows, most))
+    if rows >= most or rows < PREFERRED_MULTIPLE:
+        return max(1, min(rows, most))
+    # Equal chunks, so that no small last one does badly and has to hide the reduction of a large one.
+    num_chunks = -(-most // (rows - rows % PREFERRED_MULTIPLE))
+    return -(-most // (num_chunks * PREFERRED_MULTIPLE)) * PREFERRED_MULTIPLE
+
+
+def first_part(columns: int, hidden_size: int) -> int:
+    """Columns of the first of the two GEMMs that make a chunk's weight gradient where a reduction was started before.
+
+    A GEMM holds the whole GPU until its last tiles, so the reduction runs beside the second, which should be long.
+    """
+    rows = -(-FIRST_PART_OUTPUTS // (hidden_size * PREFERRED_MULTIPLE)) * PREFERRED_MULTIPLE
+    return min(rows, columns)
 
 
 def row_stride(columns: int) -> int:

@@ -44,7 +44,7 @@ def row_weights(
         if normalizer is not None:
             divisor = square_divisor = _never_zero(_as_scalar(normalizer, dtype, target.device))
         else:
-            divisor = square_divisor = valid.sum().clamp(min=1)
+            divisor = square_divisor = per_token.sum().clamp(min=1)
             if class_weight is not None:
                 divisor = _never_zero(class_of_target.sum())
     if token_weight is not None:

@@ -57,6 +57,11 @@ class HiddenGradient:
         self._reduce_dtype = reduce_dtype if group is not None else hidden.dtype
         self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `start_reduce` calls a collective."""
+        return self._group is not None
+
     def chunk(self, start: int, stop: int) -> Tensor:
         """Where the loop writes this rank's part of a chunk's gradient."""
         part = self._grad[start:stop]

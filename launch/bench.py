@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, workload
+from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, scaling, workload
 from benchmark.ranks import Ranks, exit_process
 from benchmark.report import Row
 from flce_dist.options import parse_bytes
@@ -62,7 +62,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--forward-only", action="store_true", help="no gradients; the floor is the logits GEMM")
     add("--graph", action="store_true", help="also replay the flce methods and the floor as CUDA graphs")
     add("--profile", action="store_true", help="also print a table of kernels for each method")
-    add("--sweep", choices=("tokens", "vocab", "budget", "ranks"), help="vary this for the first shape, and plot it")
+    add(
+        "--sweep",
+        choices=("tokens", "vocab", "budget", "ranks"),
+        help="vary this and plot it; all but ranks: the first shape",
+    )
     add("--rounds", type=int, help="default 12, on CPU 5")
     add("--round-seconds", type=float, default=0.06, help="time a method gets in a round")
     add("--seed", type=int, default=0)
@@ -136,7 +140,8 @@ def cases(args: argparse.Namespace, ranks: Ranks) -> list[tuple[workload.Shape, 
     if args.sweep == "budget":
         return [(base, ranks.size, args.budgets or list(SWEEP_BUDGETS))]
     if args.sweep == "ranks":
-        return [(base, size, args.budgets) for size in range(1, ranks.size + 1) if ranks.size % size == 0]
+        sizes = [size for size in range(1, ranks.size + 1) if ranks.size % size == 0]
+        return [(shape, size, args.budgets) for shape in args.shapes for size in sizes]
     return [(shape, ranks.size, args.budgets) for shape in args.shapes]
 
 
@@ -152,6 +157,9 @@ def measure_shape(
     say = print if speaks else _silent
     say(f"# {shape}", flush=True)
     inputs = workload.make_inputs(shape, DTYPES[args.dtype], device, args.data, args.ignored, args.seed)
+    if group is not None:
+        for tensor in inputs:  # torch.multinomial draws other targets on another GPU
+            dist.broadcast(tensor, group_src=0, group=group)
     problem = workload.make_problem(shape, inputs, group)
     expected = None if args.no_errors else accuracy.reference(problem, inputs[1])
     del inputs
@@ -263,7 +271,7 @@ def _reason(error: Exception) -> str:
 
 def _profile(entry: Entry, device: torch.device) -> None:
     if entry.step is not None:
-        entry.row.kernels = kernel_table.kernel_table(entry.step, device)
+        entry.row.kernels, entry.row.shares = kernel_table.profile_step(entry.step, device)
 
 
 def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
@@ -308,7 +316,8 @@ def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Prob
 
 def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> None:
     facts = report.environment(device, ["bench.py", *sys.argv[1:]])
-    print("\n" + report.table(rows))
+    scaling.set_efficiencies(rows)
+    print("\n" + report.table(rows) + scaling.table(rows))
     versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("command", "date"))
     print(f"\n{versions}")
     print("MiB: extra peak above the inputs, " + ("caching allocator" if device.type == "cuda" else "CPU allocator"))
@@ -319,11 +328,9 @@ def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> N
     report.write_json(path, rows, facts, settings)
     print(f"wrote {path}")
     if args.sweep:
-        base = args.shapes[0]
-        sizes = {"tokens": base.num_tokens, "vocab": base.vocab_size}.get(args.sweep)
-        title = f"{base}, {args.dtype}, {facts['device']}, torch {facts['torch']}"
-        if sizes is not None:
-            title = f"{base} with other {args.sweep}, {args.dtype}, {facts['device']}, torch {facts['torch']}"
+        what = ", ".join(map(str, args.shapes)) if args.sweep == "ranks" else str(args.shapes[0])
+        varied = f" with other {args.sweep}" if args.sweep in SWEEP_FACTORS else ""
+        title = f"{what}{varied}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
         for written in plots.plot_sweep(args.sweep, rows, title, args.out):
             print(f"wrote {written}")
 

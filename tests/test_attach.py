@@ -38,6 +38,10 @@ def test_loss_and_gradients_are_those_of_the_plain_head(bias: bool) -> None:
     loss = head(hidden, target)
     torch.testing.assert_close([loss, *torch.autograd.grad(loss, [hidden, *head.parameters()])], expected)
     assert torch.equal(head(hidden), logits)
+    assert torch.equal(head(input=hidden), logits)
+    assert torch.equal(head(hidden=hidden, target=target), loss)
+    with pytest.raises(TypeError, match="takes hidden"):
+        head(input=hidden, target=target)
     assert list(head.state_dict()) == names
     detach_loss(head)
     with pytest.raises(TypeError):

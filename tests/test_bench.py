@@ -14,8 +14,10 @@ import torch
 import bench
 import bench_fsdp_head
 import gpu_check
-from benchmark import accuracy, floor, measure, methods, report, workload
+from benchmark import accuracy, floor, measure, methods, report, scaling, workload
+from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
+from benchmark.ranks import Ranks
 from benchmark.workload import Problem, Shape
 from tests.kit import compare, oracle
 from tests.kit.workers import Context, Pool
@@ -127,6 +129,38 @@ def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str) -> None:
 def test_a_profile_names_the_matrix_products(tmp_path: Path) -> None:
     _, rows = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce", "--profile")
     assert "aten::mm" in [kernel["name"] for kernel in rows["flce"]["kernels"]]
+    shares = rows["flce"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert 0 < shares["products"] < 1
+    assert shares["collectives"] == 0
+
+
+def test_what_is_not_hidden_under_a_product() -> None:
+    """A collective counts only where nothing else runs, another kernel only where no product does."""
+    found = time_shares(
+        [
+            Interval("nvjet_sm90_tst_128x256", 0, 4),
+            Interval("sm90_xmma_gemm_bf16", 3, 5),
+            Interval("_row_stats_kernel", 4, 6),
+            Interval("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 7),
+            Interval("void at::native::vectorized_elementwise_kernel", 9, 10),
+        ]
+    )
+    assert found == pytest.approx({"products": 0.5, "kernels": 0.2, "collectives": 0.1, "idle": 0.2})
+
+
+def test_efficiency_is_against_one_rank_of_the_same_run() -> None:
+    def row(num_ranks: int, method: str, seconds: float, setting: str = "") -> report.Row:
+        return report.Row.of(TINY, num_ranks, method, setting, seconds=[seconds])
+
+    rows = [row(1, "flce", 8.0), row(1, "flce", 9.0, "rows=2"), row(4, "flce", 2.5), row(4, "flce-sharded-tokens", 4.0)]
+    scaling.set_efficiencies([*rows, row(4, "megatron", 3.0)])
+    assert [entry.efficiency for entry in rows] == [1.0, 1.0, pytest.approx(0.8), pytest.approx(0.5)]
+    assert "0.800" in scaling.table(rows)
+    alone = [row(1, "flce", 8.0)]
+    scaling.set_efficiencies(alone)
+    assert alone[0].efficiency is None
+    assert scaling.table(alone) == ""
 
 
 @pytest.mark.parametrize("arguments", [["--methods", "flce,nothing"], ["--shapes", "tiny,3"], ["--budgets", "4apples"]])
@@ -212,6 +246,33 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
         assert found[name]["errors"]["weight_error"] < 1e-5
     assert found["eager"]["status"] == "unavailable"
     assert "equal shards" in found["loss_parallel"]["reason"]
+
+
+def _sweep(ctx: Context, out: str) -> None:
+    args = bench.parse_arguments(
+        [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
+    )
+    ranks = Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})
+    rows = []
+    for shape, num_ranks, budgets in bench.cases(args, ranks):
+        if ctx.rank < num_ranks:
+            rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, False)
+    if ctx.rank == 0:
+        with contextlib.redirect_stdout(io.StringIO()):
+            bench.finish(args, rows, CPU)
+
+
+def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    workers.run(2, _sweep, str(tmp_path))
+    rows = {
+        (row["num_ranks"], row["method"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]
+    }
+    for method in ("flce", "flce-sharded-tokens"):
+        expected = rows[1, "flce"]["ms"] / (2 * rows[2, method]["ms"])
+        assert rows[2, method]["efficiency"] == pytest.approx(expected)
+        assert rows[2, method]["errors"]["hidden_error"] < 1e-5
+    assert (tmp_path / "ranks-efficiency.png").stat().st_size > 1000
 
 
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:

@@ -43,6 +43,9 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"hidden": X.to(torch.complex64), "weight": E.to(torch.complex64)}, TypeError, ["complex64"]),
         ({"token_weight": torch.ones(6, dtype=torch.int64)}, TypeError, ["token_weight", "int64"]),
         ({"class_weight": torch.ones(21, dtype=torch.int64)}, TypeError, ["class_weight", "int64"]),
+        ({"bias": torch.zeros(21).double()}, TypeError, ["bias", "float64", "float32"]),
+        ({"logits_dtype": torch.float64}, ValueError, ["logits_dtype", "float32", "float64"]),
+        ({"accum_dtype": torch.bfloat16}, ValueError, ["accum_dtype", "float32", "bfloat16"]),
         # no tensors
         ({"hidden": [[1.0]]}, TypeError, ["hidden", "list"]),
         ({"target": [1, 2]}, TypeError, ["target", "list"]),
@@ -57,6 +60,11 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
         ({"target": T.to("meta")}, ValueError, ["cpu", "meta"]),
         ({"bias": torch.zeros(21, device="meta")}, ValueError, ["cpu", "meta"]),
+        ({"class_weight": torch.ones(21, device="meta")}, ValueError, ["class_weight", "cpu", "meta"]),
+        ({"token_weight": torch.ones(6, device="meta")}, ValueError, ["token_weight", "cpu", "meta"]),
+        # what goes together
+        ({"hidden_layout": "sharded", "reduce_hidden_grad": False}, ValueError, ["reduce_hidden_grad", "replicated"]),
+        ({"normalizer": 3, "reduction": "sum"}, ValueError, ["normalizer", "mean", "sum"]),
         # names
         ({"aux": ("loss_z",)}, ValueError, ["aux", "loss_z", "z_loss"]),
         ({"hidden_layout": "split"}, ValueError, ["hidden_layout", "split", "sharded"]),

@@ -344,3 +344,11 @@ def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None] | None:
 )
 def test_what_each_mode_of_checking_catches(mode: str, expected: list[str | None], workers: Pool) -> None:
     assert workers.run(MAX_WORLD, _second_call_disagrees, mode)[:2] == [expected] * 2
+
+
+@pytest.mark.parametrize("check_ranks", ["never", "first"])
+def test_an_error_that_all_ranks_find_needs_no_exchange(check_ranks: str, workers: Pool) -> None:
+    """Also once the group is known and no call is checked any more."""
+    assert all(outcome.error is None for outcome in outcomes(workers, 2, {}, check_ranks="first"))
+    found = outcomes(workers, 2, {}, check_ranks=check_ranks, class_weight=torch.ones(V + 1))
+    assert_all_raise(found, "ValueError", "class_weight", str(V + 1))

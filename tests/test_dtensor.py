@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare
 from tests.kit.cases import Case, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
@@ -77,6 +77,7 @@ def _wrong(ctx: Context, kind: str) -> None:
     hidden: Tensor = full.hidden
     bias: Tensor | None = None
     layout = "replicated"
+    keywords: dict[str, Any] = {"group": ctx.group}
     if kind == "hidden sharded over tokens":
         hidden = distribute_tensor(full.hidden, mesh, [Shard(0)])
     elif kind == "hidden sharded over its width":
@@ -87,25 +88,35 @@ def _wrong(ctx: Context, kind: str) -> None:
         hidden, layout = distribute_tensor(full.hidden, mesh, [Replicate()]), "sharded"
     elif kind == "plain bias":
         bias = full.bias
+    elif kind == "bias sharded beside a plain weight":
+        assert full.bias is not None
+        weight, bias = weight.to_local(), distribute_tensor(full.bias, mesh, [Shard(0)])
+    elif kind == "a place beside a DTensor":
+        keywords["vocab_shard"] = VocabShard.even(21, ctx.rank, ctx.world)
+    elif kind == "another group":
+        keywords["group"] = ctx.groups[(1, 0)]
     else:
         assert full.bias is not None
         bias = distribute_tensor(full.bias, mesh, [Replicate()])
-    linear_cross_entropy(hidden, weight, full.target, bias=bias, group=ctx.group, hidden_layout=layout)
+    linear_cross_entropy(hidden, weight, full.target, bias=bias, hidden_layout=layout, **keywords)
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "word"),
     [
-        "hidden sharded over tokens",
-        "hidden sharded over its width",
-        "hidden partial",
-        "hidden replicated where sharded is said",
-        "plain bias",
-        "replicated bias",
+        ("hidden sharded over tokens", "placements"),
+        ("hidden sharded over its width", "placements"),
+        ("hidden partial", "placements"),
+        ("hidden replicated where sharded is said", "placements"),
+        ("plain bias", "bias"),
+        ("replicated bias", "bias"),
+        ("bias sharded beside a plain weight", "bias is a DTensor"),
+        ("a place beside a DTensor", "vocab_shard"),
+        ("another group", "[1, 0]"),
     ],
 )
-def test_placements_that_do_not_fit(kind: str, workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _wrong, kind), ("ValueError", "TypeError"))
+def test_placements_that_do_not_fit(kind: str, word: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _wrong, kind), ("ValueError", "TypeError"), word)
 
 
 def _two_dimensional(ctx: Context) -> Any:

@@ -12,6 +12,7 @@ from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, cou
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
 
 H, V = 8, 21
 
@@ -311,3 +312,21 @@ def _on_a_mesh(ctx: Context) -> None:
 
 def test_a_dimension_of_a_mesh_is_a_group(workers: Pool) -> None:
     workers.run(4, _on_a_mesh)
+
+
+class _Adapter(nn.Linear):
+    """As adapters are: a linear layer that computes more than one."""
+
+
+@pytest.mark.parametrize("linear", [_Adapter(H, V), nn.Embedding(V, H), nn.Sequential(nn.Linear(H, V))], ids=str)
+def test_from_linear_takes_plain_linear_layers_only(linear: Any) -> None:
+    with pytest.raises(TypeError, match=f"expected an nn.Linear, got {type(linear).__name__}"):
+        VocabParallelHead.from_linear(linear)
+
+
+def _logits_of_own_tokens(ctx: Context) -> None:
+    VocabParallelHead(H, V, ctx.group, hidden_layout="sharded")(torch.randn(3, H))
+
+
+def test_logits_of_token_sharded_hidden_states_are_refused(workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _logits_of_own_tokens), "NotImplementedError", "other ranks' tokens", "gather")

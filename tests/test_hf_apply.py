@@ -313,13 +313,12 @@ def _change_loss(model: Any, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f, x, y: f(x, y) + 1e-4 * x.logsumexp(-1).pow(2).mean(), "adds to its loss"),
         (lambda f, x, y: f(x, y) + f(x, y.roll(-1, 1)), "twice"),
         (lambda f, x, y: f(x, y.roll(1, 1)), "other labels"),
         (lambda f, x, y: f(x, y, shift_labels=y), "other labels"),
         (lambda f, x, y: f(x, y, num_items_in_batch=3), "another num_items_in_batch"),
     ],
-    ids=["penalty", "two losses", "other labels", "shifted otherwise", "another count"],
+    ids=["two losses", "other labels", "shifted otherwise", "another count"],
 )
 def test_more_than_one_loss_of_the_labels_is_refused(change: Any, message: str) -> None:
     model = tiny()
@@ -327,6 +326,64 @@ def test_more_than_one_loss_of_the_labels_is_refused(change: Any, message: str) 
     apply(model)
     with pytest.raises(UnsupportedForward, match=message):
         model(input_ids=TEXT, labels=LABELS)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.pow(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+USES = {
+    "penalty": lambda f, x, y: f(x, y) + 1e-4 * x.logsumexp(-1).pow(2).mean(),
+    "penalty before": lambda f, x, y: 1e-4 * x.logsumexp(-1).pow(2).mean() + f(x, y),
+    "entropy": lambda f, x, y: f(x, y) - 1e-2 * -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
+    "of a copy": lambda f, x, y: f(x.to(torch.float64), y) + 1e-4 * x.square().mean(),
+    "of float()": lambda f, x, y: f(x.float(), y) + 1e-4 * x.square().mean(),
+    "detached": lambda f, x, y: f(x, y) * (1 + 0.1 * x.detach().std()),
+    "without gradient": torch.no_grad()(lambda f, x, y: f(x, y) + x.var()),
+    "number": lambda f, x, y: f(x, y) * (1 if x.max().item() < 3 else 2),
+    "in Python": lambda f, x, y: f(x, y) * (1 if float(x) < 3 else 2),
+    "in numpy": lambda f, x, y: f(x, y) * float(x.detach().numpy() * 0 + 1),
+    "own function": lambda f, x, y: f(x, y) + _Square.apply(x).mean(),
+    "data": lambda f, x, y: f(x, y) + x.data.mean(),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("use", USES)
+def test_any_other_use_of_the_logits_is_refused_in_whichever_step_it_begins(use: str, training: bool) -> None:
+    model, begun = tiny().train(training), False
+    _change_loss(model, lambda f, x, y: USES[use](f, x, y) if begun else f(x, y))
+    apply(model)
+    for _ in range(6):
+        model(input_ids=TEXT, labels=LABELS)
+    begun = True
+    with pytest.raises(UnsupportedForward, match=r"uses its logits twice, by .* and by"):
+        model(input_ids=TEXT, labels=LABELS)
+    begun = False
+    assert type(model(input_ids=TEXT, labels=LABELS).loss) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda f, x, y: f(x.to(x.device, x.dtype).contiguous().float(), y),
+        lambda f, x, y: f(x.mul_(1), y),
+        lambda f, x, y: f(x, y.to(x.device)) if x.shape == x.size() and x.ndim == 0 and repr(x) else None,
+    ],
+    ids=["moved", "in place", "asked for its form"],
+)
+def test_what_leaves_logits_as_they_are_is_no_use_of_them(change: Any) -> None:
+    model = tiny()
+    expected = loss_and_grads(model)
+    _change_loss(model, change)
+    apply(model)
+    assert_same(loss_and_grads(model), expected)
 
 
 def test_labels_that_a_model_changes_in_some_batches_are_refused() -> None:
@@ -418,6 +475,18 @@ def test_refusals_at_set_up() -> None:
         apply(model, reduction="sum")
     with pytest.raises(TypeError, match="smoothing"):
         apply(model, smoothing=0.1)
+    with pytest.raises(TypeError, match="'label_smothing'; did you mean 'label_smoothing'"):
+        apply(model, label_smothing=0.1)
+    with pytest.raises(TypeError, match="'eval_logit'; did you mean 'eval_logits'"):
+        apply(model, eval_logit=True)
+    with pytest.raises(TypeError, match="LlamaModel has no output embedding"):
+        apply(model.model)
+    for wrapped, message in (
+        (torch.compile(model), "before torch.compile, or on its ._orig_mod"),
+        (nn.DataParallel(model), "before the wrapper, or on its .module"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            apply(wrapped)
     handle = apply(model)
     with pytest.raises(ValueError, match="remove"):
         apply(model)

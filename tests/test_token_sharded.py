@@ -195,6 +195,36 @@ def test_a_weight_trainable_on_one_rank(reduction: str, workers: Pool) -> None:
         assert "requires grad" in str(outcome.error)
 
 
+def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...]) -> str | None:
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(ctx.rank))
+    weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(9)).requires_grad_(trained[ctx.rank])
+    loss = linear_cross_entropy(
+        hidden, weight, torch.tensor([0, 9, 4]), group=ctx.group, vocab_size=10, hidden_layout="sharded"
+    )
+    if not loss.requires_grad:
+        return None
+    (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    try:
+        (second,) = torch.autograd.grad(loss, weight)
+    except RuntimeError as error:
+        return str(error)
+    compare.assert_close(second, first.double(), 1e-5, "second gradient")
+    return "equal"
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (True, True), (False, False)])
+def test_a_second_backward_on_some_ranks_is_an_error_and_no_hang(trained: tuple[bool, bool], workers: Pool) -> None:
+    """A frozen body, and a weight that trains on one rank, which would gather alone. On all ranks it is right."""
+    for answer, trains in zip(workers.run(2, _twice_on_some_ranks, trained), trained, strict=True):
+        assert (answer is not None) == trains
+        if trains and all(trained):
+            assert answer == "equal"
+        elif trains:
+            assert answer is not None
+            assert "second backward" in answer
+            assert "recompute" in answer
+
+
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:

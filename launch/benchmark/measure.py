@@ -8,7 +8,8 @@ over the rounds is the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,3 +126,26 @@ def captured(step: Step, problem: Problem) -> Step:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
+
+
+class Marks:
+    """Seconds between marks on the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def seconds(self) -> Iterator[tuple[str, float]]:
+        """Names of marks and the time since the one before each; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            yield name, (before.elapsed_time(after) / 1e3 if self._on_gpu else after - before)

@@ -19,6 +19,7 @@ Y_AXES: dict[str, tuple[str, Value]] = {
     "time": ("forward + backward (ms)", lambda row: row.ms),
     "memory": ("extra peak (MiB)", lambda row: _mebibytes(row.extra_peak_bytes)),
     "ratio": ("time / three whole GEMMs", lambda row: row.to_floor),
+    "efficiency": ("time of one rank / (ranks x time)", lambda row: row.efficiency),
 }
 
 
@@ -33,7 +34,8 @@ def _chunk_mebibytes(row: Row) -> float | None:
 
 
 def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> list[Path]:
-    """One picture for each of time, memory and ratio to the floor, one line a method; returns the files."""
+    """One picture for each of time, memory, ratio to the floor and, over ranks, efficiency; one line a method; returns
+    the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +51,7 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
         for label, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
         axes.set_xscale("log", base=2)
-        if name != "ratio":
+        if name in ("time", "memory"):
             axes.set_yscale("log")
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -68,10 +70,11 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
 
 def _lines(rows: Sequence[Row], sweep: str, x_value: Value, y_value: Value) -> dict[str, list[tuple[float, float]]]:
     lines: dict[str, list[tuple[float, float]]] = {}
+    several = sweep == "ranks" and len({row.shape for row in rows}) > 1
     for row in rows:
         x, y = x_value(row), y_value(row)
         if x is None or y is None:
             continue
-        label = row.method if sweep == "budget" else row.label
+        label = row.method if sweep == "budget" else f"{row.shape} {row.label}" if several else row.label
         lines.setdefault(label, []).append((x, y))
     return {label: sorted(points) for label, points in lines.items()}

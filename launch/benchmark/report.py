@@ -32,6 +32,8 @@ class Row:
         to_cut_floor: the same over the GEMMs cut into the same chunks.
         extra_peak_bytes: see `measure.extra_peak`.
         errors: see `accuracy.errors`.
+        kernels, shares: of the first rank, see `kernel_table`.
+        efficiency: see `scaling.set_efficiencies`.
     """
 
     shape: str
@@ -50,6 +52,8 @@ class Row:
     extra_peak_bytes: int | None = None
     errors: dict[str, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+    efficiency: float | None = None
 
     @classmethod
     def of(

@@ -37,6 +37,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("llama3-8k", 8192, 4096, 128256),
+        Shape("llama3-16k", 16384, 4096, 131072),
         Shape("gemma2-8k", 8192, 2304, 256000),
         Shape("small", 4096, 2048, 32000),
         Shape("2k", 2048, 4096, 128256),
@@ -89,7 +90,7 @@ class Problem:
 def make_inputs(
     shape: Shape, dtype: torch.dtype, device: torch.device, data: str, ignored: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden [N, H]`, full `weight [V, H]` and `target [N]`; the same on all ranks for a seed.
+    """`hidden [N, H]`, full `weight [V, H]` and `target [N]`, from a seed.
 
     Args:
         data: "random": logits of spread 1 without structure; "trained": see `trained_inputs`.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.support import NUM_WORKERS, DevicePool
+from tests.gpu.support import GPU_BACKEND, NUM_WORKERS, DevicePool
 
 DEVICE = "cuda"
 
@@ -20,6 +20,6 @@ def two_gpus() -> Iterator[DevicePool]:
     """Two processes with a GPU each, over NCCL."""
     if DEVICE == "cuda" and torch.cuda.device_count() < NUM_WORKERS:
         pytest.skip("needs two CUDA devices: run `pytest -m gpu` on a machine with them")
-    pool = DevicePool("nccl" if DEVICE == "cuda" else "gloo")
+    pool = DevicePool(GPU_BACKEND if DEVICE == "cuda" else "gloo")
     yield pool
     pool.close()

@@ -18,6 +18,7 @@ from tests.kit.cases import Case, Result, local_tokens, loss_arguments, make_inp
 from tests.kit.workers import Context, Pool
 
 NUM_WORKERS = 2
+GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def device_arguments(
@@ -106,17 +107,13 @@ def kernel_names(step: Callable[[], Any]) -> list[str]:
     return [event.name for event in sorted(cuda, key=lambda event: event.time_range.start)]
 
 
-def worker_device(ctx: Context) -> torch.device:
-    """The GPU of a worker; the CPU in a pool without GPUs."""
-    if dist.get_backend(ctx.group) == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", ctx.rank)
-
-
 class DevicePool(Pool):
-    """The kit's pool with ranks that have a GPU each and talk over NCCL (or over gloo, for a CPU)."""
+    """The kit's pool with ranks that have a GPU each and talk over NCCL, and over gloo about tensors that are offloaded
+    to the CPU; with backend "gloo" it is one of the CPU."""
 
-    def __init__(self, backend: str = "nccl", env: Mapping[str, str] | None = None, size: int = NUM_WORKERS) -> None:
+    def __init__(
+        self, backend: str = GPU_BACKEND, env: Mapping[str, str] | None = None, size: int = NUM_WORKERS
+    ) -> None:
         super().__init__(env, size)
         self._backend = backend
 
@@ -140,12 +137,13 @@ def _work(rank: int, size: int, folder: str, backend: str, env: Mapping[str, str
     stack = open(workers._stack_path(folder, rank), "w")  # noqa: SIM115
     workers.faulthandler.register(workers.signal.SIGUSR1, file=stack, all_threads=False)
     torch.set_num_threads(1)
-    device = None
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank) if backend == GPU_BACKEND else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(os.path.join(folder, "store"), size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, device_id=device if device.type == "cuda" else None
+    )
     ranks = tuple(range(size))
     groups = {ranks: dist.new_group(list(ranks))}
     connection.send_bytes(pickle.dumps(True))
@@ -155,12 +153,12 @@ def _work(rank: int, size: int, folder: str, backend: str, env: Mapping[str, str
         except EOFError:
             # As in the kit's workers: no destructors of process groups.
             os._exit(0)
-        context = Context(rank, world, groups[ranks], groups)
+        context = Context(rank, world, groups[ranks], groups, device)
         connection.send_bytes(workers._outcome(fn, context, args))
         connection.send_bytes(pickle.dumps(_in_step(number, context)))
 
 
 def _in_step(number: int, ctx: Context) -> bool:
-    probe = torch.tensor([number], device=worker_device(ctx))
+    probe = torch.tensor([number], device=ctx.device)
     dist.all_reduce(probe, group=ctx.group)
     return bool(probe.item() == number * ctx.world)

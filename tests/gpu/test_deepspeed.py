@@ -25,7 +25,7 @@ pytest.importorskip(
 )
 
 from tests.gpu.conftest import DEVICE
-from tests.gpu.support import DevicePool
+from tests.gpu.support import GPU_BACKEND, DevicePool
 from tests.kit.engines import Cell, judge, train_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,7 +43,7 @@ def engines() -> Iterator[Engines]:
     def choose(size: int) -> DevicePool:
         if DEVICE == "cuda" and torch.cuda.device_count() < size:
             pytest.skip(f"needs {size} CUDA devices: run `pytest -m gpu` on a machine with them")
-        return pools.setdefault(size, DevicePool("nccl" if DEVICE == "cuda" else "gloo", size=size))
+        return pools.setdefault(size, DevicePool(GPU_BACKEND if DEVICE == "cuda" else "gloo", size=size))
 
     yield choose
     for pool in pools.values():

@@ -16,7 +16,6 @@ from tests.kit.fsdp import (
     BFLOAT16,
     Cell,
     FlceParallel,
-    device_of,
     full,
     judge,
     make_batch,
@@ -85,13 +84,13 @@ def _curve(ctx: Context, cell: Cell, method: str) -> list[float]:
     elif method == "logits":
         model = _with_full_logits(ctx, cell, model)
     else:
-        model.to(device_of(ctx))
+        model.to(ctx.device)
         plan = tensor_plan(cell)
         assert isinstance(plan["tail.head"], FlceParallel)
         plan["tail.head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model, mesh_of(cell, ctx), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
-    ids, target = (tensor.to(device_of(ctx)) for tensor in make_batch(cell, 0, ctx.rank // cell.tensor_ranks))
+    ids, target = (tensor.to(ctx.device) for tensor in make_batch(cell, 0, ctx.rank // cell.tensor_ranks))
     losses = []
     for _ in range(20):
         with loss_parallel() if method == "loss_parallel" else contextlib.nullcontext():
@@ -110,7 +109,7 @@ def _curve(ctx: Context, cell: Cell, method: str) -> list[float]:
 def _with_full_logits(ctx: Context, cell: Cell, model: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model.to(device_of(ctx))
+    model.to(ctx.device)
     policy = MixedPrecisionPolicy(cell.dtype, torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh_of(cell, ctx), mp_policy=policy)

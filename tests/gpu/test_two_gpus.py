@@ -12,7 +12,6 @@ from tests.gpu.support import (
     device_arguments,
     no_host_synchronisation,
     run_on,
-    worker_device,
 )
 from tests.kit import compare
 from tests.kit.cases import Case, Result, judge
@@ -51,7 +50,7 @@ FLOAT32_STEPS: tuple[tuple[str, Any], ...] = (
 
 
 def _run(ctx: Context, case: Case) -> Result:
-    return run_on(worker_device(ctx), case, ctx)
+    return run_on(ctx.device, case, ctx)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,7 +69,7 @@ def test_float32_intermediates_of_16_bit_tensors(two_gpus: DevicePool, tokens: t
 
 def _each_token_once(ctx: Context, vocab_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(vocab_size, 8, generator=generator).to(worker_device(ctx)) for _ in range(2))
+    hidden, weight = (torch.randn(vocab_size, 8, generator=generator).to(ctx.device) for _ in range(2))
     rows = -(-vocab_size // 2)
     local = weight[ctx.rank * rows : (ctx.rank + 1) * rows].contiguous()
     target = torch.arange(vocab_size, device=hidden.device)
@@ -89,7 +88,7 @@ def test_b12_every_token_is_a_target_once(two_gpus: DevicePool, vocab_size: int)
 
 
 def _repeat(ctx: Context, case: Case, times: int) -> list[tuple[torch.Tensor, ...]]:
-    results = [run_on(worker_device(ctx), case, ctx) for _ in range(times)]
+    results = [run_on(ctx.device, case, ctx) for _ in range(times)]
     return [(r.loss, r.hidden_grad, r.weight_grad) for r in results]  # type: ignore[misc]
 
 
@@ -103,7 +102,7 @@ def test_repeated_runs_are_bitwise_equal(two_gpus: DevicePool, options: tuple[tu
 
 
 def _without_synchronisation(ctx: Context, case: Case) -> None:
-    (hidden, weight, target), keywords = device_arguments(case, worker_device(ctx), ctx)
+    (hidden, weight, target), keywords = device_arguments(case, ctx.device, ctx)
 
     def step() -> None:
         loss = linear_cross_entropy(hidden, weight, target, **keywords)
@@ -126,7 +125,7 @@ def test_no_host_synchronisation_with_sharded_tokens_of_known_length(two_gpus: D
 
 def _sharded_tokens_without_synchronisation(ctx: Context) -> None:
     case = Case(**SIZES, dtype=torch.bfloat16, tokens=(130, 71), chunk_rows=64)
-    (hidden, weight, target), keywords = device_arguments(case, worker_device(ctx), ctx)
+    (hidden, weight, target), keywords = device_arguments(case, ctx.device, ctx)
     keywords["max_tokens"] = 130
 
     def step() -> None:
@@ -139,7 +138,7 @@ def _sharded_tokens_without_synchronisation(ctx: Context) -> None:
 
 def _graph(ctx: Context, first: Case, later: Case) -> Result:
     """The first case captured, then replayed with the later case's data."""
-    device = worker_device(ctx)
+    device = ctx.device
     (hidden, weight, target), keywords = device_arguments(first, device, ctx)
     (new_hidden, new_weight, new_target), _ = device_arguments(later, device, ctx)
     kept: list[torch.Tensor] = []

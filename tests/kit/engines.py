@@ -70,7 +70,8 @@ class Cell:
         if self.dtype == "bfloat16":
             config["bf16"] = {"enabled": True}
         if self.dtype == "float16":
-            config["fp16"] = {"enabled": True, "loss_scale": 256}
+            # Without ZeRO, DeepSpeed 0.19.8 divides the gradients by a loss scale that it has not applied.
+            config["fp16"] = {"enabled": True, "loss_scale": 256 if self.stage else 1}
         return config
 
 

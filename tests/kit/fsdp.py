@@ -149,15 +149,9 @@ def _reference(cell: Cell, dtype: torch.dtype) -> Run:
     return Run(losses, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def device_of(ctx: Context) -> torch.device:
-    """The GPU of a rank whose group has one, else the CPU."""
-    gloo = torch.distributed.get_backend(ctx.group) == "gloo"
-    return torch.device("cpu") if gloo else torch.device("cuda", ctx.rank)
-
-
 def mesh_of(cell: Cell, ctx: Context) -> DeviceMesh:
     """Of the pool's groups: one dimension, or two with `cell.row` neighbours in the inner one."""
-    device = device_of(ctx).type
+    device = ctx.device.type
     names = {"2d": ("dp", "tp"), "hsdp1": ("replicate", "shard"), "hsdp2": ("replicate", "shard")}.get(cell.framework)
     if names is None:
         return DeviceMesh.from_group(ctx.group, device, mesh_dim_names=("tp" if cell.framework == "tp" else "dp",))
@@ -189,7 +183,7 @@ def tensor_plan(cell: Cell) -> dict[str, Any]:
 
 
 def wrap(cell: Cell, ctx: Context, model: Model) -> nn.Module:
-    model = model.to(device_of(ctx))
+    model = model.to(ctx.device)
     if cell.head == "linear" and cell.framework not in ("2d", "tp"):
         attach_loss(model.tail.head, **cell.options)
     return wrap_fsdp1(cell, ctx, model) if cell.framework.endswith("1") else wrap_fsdp2(cell, ctx, model)
@@ -214,7 +208,7 @@ def wrap_fsdp1(cell: Cell, ctx: Context, model: Model) -> nn.Module:
         mixed_precision=mixed,
         use_orig_params=cell.flag,
         cpu_offload=CPUOffload(cell.offload),
-        device_id=device_of(ctx),
+        device_id=ctx.device,
     )
 
 
@@ -276,7 +270,7 @@ def train(ctx: Context, cell: Cell, change: Callable[[Any], None] | None = None)
 
 
 def train_step(ctx: Context, cell: Cell, model: nn.Module, optimizer: Any, step: int, group: Any) -> float:
-    data_rank, device = ctx.rank // cell.tensor_ranks, device_of(ctx)
+    data_rank, device = ctx.rank // cell.tensor_ranks, ctx.device
     batches = [make_batch(cell, step * cell.micro_steps + i, data_rank) for i in range(cell.micro_steps)]
     batches = [(ids.to(device), target.to(device)) for ids, target in batches]
     num_valid = count_valid_tokens(torch.cat([target for _, target in batches]), group=group)

@@ -41,17 +41,18 @@ class Context:
     world: int
     group: Any
     groups: Mapping[tuple[int, ...], Any] = field(repr=False)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def mesh(self, *shape: int, names: Sequence[str]) -> DeviceMesh:
         """A mesh of the job's ranks, of one or two dimensions, over the pool's groups. A gloo group that a test makes
         for itself wakes up a hundred times a second for the rest of the session."""
         if len(shape) == 1:
-            return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=tuple(names))
+            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(names))
         ranks = torch.arange(self.world).reshape(shape)
         place = [int(i) for i in (ranks == self.rank).nonzero()[0]]
         lines = (tuple(ranks[:, place[1]].tolist()), tuple(ranks[place[0]].tolist()))
         return DeviceMesh.from_group(
-            [self.groups[line] for line in lines], "cpu", mesh=ranks, mesh_dim_names=tuple(names)
+            [self.groups[line] for line in lines], self.device.type, mesh=ranks, mesh_dim_names=tuple(names)
         )
 
 

@@ -8,7 +8,7 @@ head module returned, which is what those frameworks need.
 What the model does with logits in between (softcap, factors) happens to that tensor too. So its value is not the loss
 but a probe, of one sign in one call and of the other in the next: the value that arrives at the loss function is
 compared with what the declared transformation makes of the probe. The gradient of the loss flows through the tensor;
-its value travels beside it.
+its value travels beside it. And it is a `StandIn`, which raises when the model uses it for anything else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from ...api import LossOutput
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
+from .stand_in import StandIn, plain
 from .verify import (
     HOST_CHECKS,
     UnsupportedForward,
     check_after_head,
     check_labels,
-    check_no_parameter_between,
-    check_other_uses,
     check_unchanged,
     is_number,
     version_of,
@@ -64,8 +63,6 @@ class _Call:
     received: Tensor | None = None
     """What the loss function was given as logits."""
     delivered: bool = False
-    node: Any = None
-    """Of the graph, that made what the loss function returned."""
 
 
 @dataclass(eq=False)
@@ -179,7 +176,7 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         outputs = shared.plain_forward(*args, **kwargs)
     except Exception as error:
-        if call.returned is not None and not call.delivered and not isinstance(error, UnsupportedForward):
+        if call.returned is not None and not isinstance(error, UnsupportedForward):
             error.add_note(
                 f"flce_dist: raised by {type(self).__name__} after its head had computed the loss in the place of "
                 "logits: it does with its logits what this loss cannot follow"
@@ -193,9 +190,6 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             "computes a loss of its own: apply_to_trainer gives it this one)"
         )
     assert call.output is not None
-    if shared.num_calls[self.training] <= HOST_CHECKS:
-        loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
-        check_other_uses(type(self).__name__, loss, call.node, call.returned)
     shared.output, shared.target = call.output, call.target
     return with_logits(outputs, call.received, NO_LOGITS if call.logits is None else call.logits)
 
@@ -240,13 +234,18 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
     hooks: Any = self._forward_hooks
     hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
-    return _WithValue.apply(loss, loss.detach().new_tensor(call.probe))
+    return _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe))
 
 
-def keep_returned(module: nn.Module, args: Any, output: Any) -> None:
-    call = getattr(module, ATTRIBUTE).shared.call
-    if call is not None:
-        call.returned = output
+def keep_returned(module: nn.Module, args: Any, output: Any) -> Any:
+    shared: FusedLoss = getattr(module, ATTRIBUTE).shared
+    call = shared.call
+    if call is None:
+        return None
+    if not torch.compiler.is_compiling():
+        output = StandIn.of(output, type(shared.model).__name__)
+    call.returned = output
+    return output
 
 
 def loss_function(
@@ -273,23 +272,25 @@ def loss_function(
         )
     if call.delivered:
         raise UnsupportedForward(f"{name} called its loss function twice in one forward: the head computed one loss")
+    if isinstance(call.returned, StandIn):
+        if not isinstance(logits, StandIn):
+            raise UnsupportedForward(f"{name} gave its loss function something else than what its head returned")
+        logits.use("its loss function")
     host = shared.num_calls[self.training] <= HOST_CHECKS
-    check_after_head(name, shared.after, call.probe, logits, host)
+    check_after_head(name, shared.after, call.probe, plain(logits), host)
     if labels is not None and labels is not call.labels:
         check_labels(name, labels, call.labels, host)
     if shift_labels is not None and shift_labels is not call.shift_labels:
         check_labels(name, shift_labels, call.target, host)
     check_unchanged(name, call.labels, call.version)
-    check_no_parameter_between(name, logits, call.returned)
     if ignore_index not in (None, shared.ignore_index):
         raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
     if call.num_items is not None and num_items_in_batch is None:
         raise UnsupportedForward(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
     if num_items_in_batch is not call.num_items and not is_number(num_items_in_batch, call.num_items):
         raise UnsupportedForward(f"{name} gives its loss function another num_items_in_batch than it was given")
-    loss = _WithValue.apply(call.returned, call.output.loss)
-    call.received, call.delivered, call.node = logits, True, loss.grad_fn
-    return loss
+    call.received, call.delivered = logits, True
+    return _WithValue.apply(call.returned, call.output.loss)
 
 
 class _WithValue(torch.autograd.Function):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -60,13 +61,14 @@ def apply(
         The handle: `remove()` undoes it, `output` is the last `LossOutput`.
 
     Raises:
-        TypeError: the head is not linear, or has an adapter.
+        TypeError: the head is not linear, or has an adapter; `model` is something else, or inside of a wrapper.
         ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
 
     The model's forward raises UnsupportedForward, a RuntimeError, when the logits are changed after the head in a way
     that was not declared, when the head is called twice or not at all, and when what it was called with cannot be
     honoured.
     """
+    _check_names(options)
     base: Any = base_model(model)
     _check_model(base)
     after = after_head.declare(base, options)  # type: ignore[arg-type]
@@ -123,14 +125,32 @@ def apply(
     return shared
 
 
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = [*inspect.signature(apply).parameters, *LossOptionsDict.__annotations__]
+    known = [name for name in known if name not in ("model", "options")]
+    for name in options:
+        if name not in LossOptionsDict.__annotations__:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise TypeError(f"unknown option {name!r}; {hint}")
+
+
 def _check_model(model: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     name = type(model).__name__
     if hasattr(model, ATTRIBUTE):
         raise ValueError(f"this {name} has a fused loss already: remove() it first")
+    for inner, wrapping in (("_orig_mod", "torch.compile"), ("module", "the wrapper")):
+        if isinstance(getattr(model, inner, None), nn.Module):
+            raise TypeError(f"got {name}: call apply() before {wrapping}, or on its .{inner}")
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         raise TypeError(f"expected a causal language model of transformers, got {name}")
+    if model.get_output_embeddings() is None:
+        raise TypeError(
+            f"{name} has no output embedding: it is a body without a head; take the class that has one "
+            "(AutoModelForCausalLM)"
+        )
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"{name} has the loss function {getattr(model.loss_function, '__name__', model.loss_function)}; only "

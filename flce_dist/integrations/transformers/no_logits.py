@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .stand_in import StandIn
+
 _WAY_OUT = (
     "no logits were made, the loss was computed without them; ask for them with apply(model, eval_logits=True) in "
     "evaluation or model(..., logits_to_keep=n), or call the model without labels"
@@ -40,6 +42,6 @@ NO_LOGITS = NoLogits()
 def with_logits(outputs: Any, former: Any, logits: Any) -> Any:
     """The model's outputs with other logits: of a ModelOutput by name, of a tuple by the former ones."""
     if isinstance(outputs, tuple):
-        return tuple(logits if each is former else each for each in outputs)
+        return tuple(logits if each is former or isinstance(each, StandIn) else each for each in outputs)
     outputs["logits"] = logits
     return outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,14 +25,19 @@ def check_after_head(name: str, after: AfterHead, probe: float, logits: Tensor, 
     expected = after(probe)
     message = (
         f"{name} changes its logits after the head in another way than was declared (logit_scale={after.scale:g}, "
-        f"softcap={after.softcap}): {{}}. Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * "
-        "logits / softcap); what has not this form (an adapter on the head, for one) cannot be computed without logits"
+        f"softcap={after.softcap}): {{}}"
+    )
+    remedy = (
+        ". Pass apply() the logit_scale and softcap of softcap * tanh(logit_scale * logits / softcap); what has not "
+        "this form (an adapter on the head, for one) cannot be computed without logits"
     )
     if logits.dim() != 0:
-        raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}"))
+        raise UnsupportedForward(message.format(f"the result has shape {tuple(logits.shape)}") + remedy)
     ulps = 4 if logits.dtype.itemsize >= 4 else 2
     close = (logits.detach() - expected).abs() <= ulps * torch.finfo(logits.dtype).eps * abs(expected)
-    _require(close, message.format(f"{probe:g} did not become {expected:g}"), host)
+    if host and not close:
+        raise UnsupportedForward(message.format(f"{probe:g} became {logits.item():g} instead of {expected:g}") + remedy)
+    _require(close, message.format(f"{probe:g} did not become {expected:g}"), host, remedy)
 
 
 def check_labels(name: str, got: Tensor, given: Tensor, host: bool) -> None:
@@ -66,50 +70,13 @@ def check_unchanged(name: str, labels: Tensor, version: int | None) -> None:
         raise UnsupportedForward(f"{name} changes its labels in place: change them before it is called")
 
 
-def check_no_parameter_between(name: str, logits: Tensor, returned: Tensor) -> None:
-    """
-    Raises:
-        UnsupportedForward: a parameter takes part between what the head returned and what the loss function was given,
-            such as a learned temperature that is still 1.
-    """
-    if logits is returned or torch.compiler.is_compiling():
-        return
-    if any(hasattr(node, "variable") for node in _graph(logits, returned.grad_fn)):
-        raise UnsupportedForward(f"{name} changes its logits by a trained parameter: it would get no gradient")
+DEVICE_MESSAGE_LENGTH = 254
+"""Characters that torch allows a device-side assertion on a GPU; with more it raises, whatever the condition."""
 
 
-def check_other_uses(name: str, loss: Tensor, delivered: Any, returned: Tensor | None) -> None:
-    """Whether the model computed more from its logits than the loss (a penalty, say): that was computed from a probe.
-    It is seen in the graph of `loss`, so not in evaluation.
-
-    Args:
-        delivered: the graph's node that made what the loss function returned.
-        returned: what the head returned.
-
-    Raises:
-        UnsupportedForward: it did.
-    """
-    if returned is None or returned.grad_fn is None:
-        return
-    if any(node is returned.grad_fn for node in _graph(loss, delivered)):
-        raise UnsupportedForward(f"{name} adds to its loss what it computes from its logits, which were not made")
-
-
-def _graph(tensor: Tensor, end: Any) -> Iterator[Any]:
-    """The nodes of autograd's graph that `tensor` was made by, without the node `end` and what is only behind it."""
-    seen = {end, None}
-    nodes: list[Any] = [tensor.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            yield node
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-
-
-def _require(condition: Tensor, message: str, host: bool) -> None:
+def _require(condition: Tensor, message: str, host: bool, remedy: str = "") -> None:
     """Raises UnsupportedForward; without `host`, on a GPU, a device-side assertion that nobody waits for."""
-    if condition.device.type == "cuda" and not host:
-        torch._assert_async(condition, f"flce_dist: {message}")
+    if condition.device.type != "cpu" and not host:
+        torch._assert_async(condition, f"flce_dist: {message}"[:DEVICE_MESSAGE_LENGTH])
     elif not condition:
-        raise UnsupportedForward(message)
+        raise UnsupportedForward(message + remedy)
