@@ -316,8 +316,21 @@ def _change_loss(model: Any, change: Any) -> None:
         (lambda f, x, y: f(x, y.roll(1, 1)), "other labels"),
         (lambda f, x, y: f(x, y, shift_labels=y), "other labels"),
         (lambda f, x, y: f(x, y, num_items_in_batch=3), "another num_items_in_batch"),
+        (lambda f, x, y: f(x, y[:, 1:]), "other labels"),
+        (lambda f, x, y: f(x, y, ignore_index=-1), "ignore_index=-1 was passed, but -100 to apply"),
+        (lambda f, x, y: f(torch.zeros(()), y), "something else than what its head returned"),
+        (lambda f, x, y: f(x.max(-1)[0], y), "something else than what its head returned"),
     ],
-    ids=["two losses", "other labels", "shifted otherwise", "another count"],
+    ids=[
+        "two losses",
+        "other labels",
+        "shifted otherwise",
+        "another count",
+        "fewer labels",
+        "another ignored label",
+        "other logits",
+        "a part of the logits",
+    ],
 )
 def test_more_than_one_loss_of_the_labels_is_refused(change: Any, message: str) -> None:
     model = tiny()
@@ -383,6 +396,22 @@ def test_what_leaves_logits_as_they_are_is_no_use_of_them(change: Any) -> None:
     _change_loss(model, change)
     apply(model)
     assert_same(loss_and_grads(model), expected)
+
+
+def test_a_count_that_the_model_keeps_for_itself_is_refused() -> None:
+    model = tiny()
+    _change_loss(model, lambda f, x, y: f(x, y))
+    apply(model)
+    with pytest.raises(UnsupportedForward, match="does not hand it to its loss function"):
+        model(input_ids=TEXT, labels=LABELS, num_items_in_batch=5)
+
+
+def test_a_head_that_does_not_see_every_token_is_refused() -> None:
+    model = tiny()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, 1:],))
+    apply(model)
+    with pytest.raises(UnsupportedForward, match=r"hidden states \(2, 8, 32\) for labels \(2, 9\)"):
+        model(input_ids=TEXT, labels=LABELS)
 
 
 def test_labels_that_a_model_changes_in_some_batches_are_refused() -> None:
@@ -498,6 +527,14 @@ def test_refusals_at_set_up() -> None:
     with pytest.raises(TypeError, match="Linear"):
         apply(nn.Linear(2, 2))
 
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    with pytest.raises(ValueError, match="only ForCausalLMLoss"):
+        apply(model)
+    model = tiny()
+    model.lm_head.weight = nn.Parameter(torch.ones(VOCAB, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match="quantized"):
+        apply(model)
+
     class NormalizedHead(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(hidden, nn.functional.normalize(self.weight))
@@ -560,6 +597,18 @@ def _tied(ctx: Context) -> None:
 
 def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
+
+
+def _trained_copy(ctx: Context) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    apply(peft.get_peft_model(tiny(), config), ctx.group)
+
+
+def test_a_head_with_a_trained_copy_cannot_be_sharded(workers: Pool) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
+    assert_all_raise(workers.outcomes(2, _trained_copy), "TypeError", "modules_to_save")
 
 
 def _native(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:

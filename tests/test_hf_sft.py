@@ -154,3 +154,14 @@ def test_apply_alone_says_what_an_sft_trainer_needs(tmp_path: Path) -> None:
     apply(trainer.model)
     with pytest.raises(UnsupportedForward, match="apply_to_trainer"):
         trainer.train()
+
+
+def test_apply_before_the_trainer_is_made_is_refused(tmp_path: Path) -> None:
+    model = tiny(vocab_size=100)
+    apply(model, label_smoothing=0.1)
+    trainer = trl.SFTTrainer(
+        model=model, args=trl.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=False),
+        train_dataset=chats(), processing_class=tokenizer(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="came before the SFTTrainer was made"):
+        apply_to_trainer(trainer)

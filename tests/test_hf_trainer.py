@@ -186,6 +186,18 @@ def test_settings_that_need_logits_are_refused_with_a_way_out(
         apply_to_trainer(run)
 
 
+def test_other_set_ups_that_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    with pytest.raises(TypeError, match="takes no group"):
+        apply_to_trainer(run, group=None)
+    run.args._n_gpu = 2
+    with pytest.raises(ValueError, match="one process a GPU"):
+        apply_to_trainer(run)
+    run = transformers.Trainer(model_init=lambda: tiny(), args=arguments(tmp_path), train_dataset=examples())
+    with pytest.raises(ValueError, match="model_init makes a new model"):
+        apply_to_trainer(run)
+
+
 def test_label_smoothing_is_an_option_here(tmp_path: Path) -> None:
     run = trainer(tmp_path / "stock", label_smoothing_factor=0.1)
     run.train()
