@@ -18,7 +18,7 @@ Backward = Literal["auto", "forward", "recompute"]
 Backend = Literal["auto", "triton", "torch"]
 CheckRanks = Literal["auto", "first", "always", "never"]
 
-_CHOICES = {
+CHOICES = {
     "reduction": ("mean", "sum", "none"),
     "backward": ("auto", "forward", "recompute"),
     "backend": ("auto", "triton", "torch"),
@@ -34,7 +34,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LossOptions:
     check_ranks: CheckRanks = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("label_smoothing", "z_loss", "logit_scale"):
@@ -204,9 +204,9 @@ def parse_bytes(name: str, value: int | str) -> int:
     if isinstance(value, int):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f'{name} must look like "512MiB" (units: {", ".join(u for u in _UNITS if u)}), got {value!r}')
-    return int(float(match[1]) * _UNITS[match[2]])
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f'{name} must look like "512MiB" (units: {", ".join(u for u in UNITS if u)}), got {value!r}')
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _check_number(name: str, value: object) -> None:

@@ -17,6 +17,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
         if dropped:
             config.hook.pytest_deselected(items=dropped)
+    for item in items:
+        if item.get_closest_marker("exhaustive") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))  # thousands of cases in one test
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device: run `pytest -m gpu` on a machine with one")
         for item in items:

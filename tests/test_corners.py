@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare, oracle
-from tests.kit.cases import Case, judge, make_inputs, run_case
+from tests.kit.cases import Case, Result, judge, make_inputs, reference_of, run_case
 from tests.kit.workers import Context, Pool
 
 BACKENDS = ["torch", "triton"]
@@ -212,3 +212,54 @@ def test_the_gradient_of_a_confident_target_is_rounded_once(dtype: torch.dtype, 
     assert hidden.grad is not None
     # fp16's numbers end at 6e-8, which is seen in absolute terms only.
     torch.testing.assert_close(hidden.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=2.0**-24)
+
+
+SETTINGS: dict[str, Any] = {
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "default 16-bit dtype": (torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "default device": (torch.set_default_device, "meta", None),
+    "deterministic algorithms": (torch.use_deterministic_algorithms, True, False),
+    "anomaly detection": (torch.autograd.set_detect_anomaly, True, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_settings_of_the_process_do_not_reach_in(name: str, reduction: str) -> None:
+    options = (("label_smoothing", 0.1), ("z_loss", 1e-2))
+    case = Case(
+        reduction=reduction, bias=True, token_weight=True, chunk_rows=4, options=options, aux=("lse", "entropy")
+    )
+    full = make_inputs(case)
+    hidden, weight, bias = (t.requires_grad_() for t in (full.hidden, full.weight, full.bias) if t is not None)
+    change, value, before = SETTINGS[name]
+    change(value)
+    try:
+        output = linear_cross_entropy(
+            hidden, weight, full.target, bias=bias, token_weight=full.token_weight, reduction=reduction, chunk_rows=4,
+            aux=case.aux, **dict(options),
+        )  # fmt: skip
+        output.loss.backward(full.upstream)
+    finally:
+        change(before)
+    aux = {field: getattr(output, field) for field in case.aux}
+    judge(case, [Result(output.loss.detach(), hidden.grad, weight.grad, bias.grad, aux)])
+
+
+def test_hooks_on_loss_and_inputs() -> None:
+    """Of a tensor, of a leaf whose gradient is complete, and of saved tensors that live elsewhere until backward."""
+    case = Case()
+    full = make_inputs(case)
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    complete: list[Tensor] = []
+    hidden.register_hook(lambda grad: grad * 2)
+    weight.register_post_accumulate_grad_hook(complete.append)
+    with torch.autograd.graph.save_on_cpu():
+        loss = linear_cross_entropy(hidden, weight, full.target, backward="recompute")
+    loss.register_hook(lambda grad: grad * 3)
+    loss.backward(full.upstream)
+    expected = reference_of(case)
+    compare.assert_close(hidden.grad, 6 * expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(weight.grad, 3 * expected.weight_grad, 1e-5, "weight gradient")
+    assert len(complete) == 1
+    assert complete[0] is weight

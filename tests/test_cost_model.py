@@ -25,21 +25,23 @@ LINK = Link("measured", None, 0.0)
 
 
 def constant_costs(**changes: Any) -> Costs:
-    """Each product takes 10 s and each kernel 1 s; collectives 0.5 s and 10 ms for each byte that a rank sends."""
+    """Each product takes 10 s and each kernel 1 s; collectives 0.5 s and 10 us for each byte that a rank sends."""
     stages = {stage: [10.0 if stage in costs_module.PRODUCTS else 1.0, 0.0, 0.0] for stage in costs_module.STAGES}
-    collectives = {name: Collective(0.5, 100.0) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+    collectives = {name: Collective(0.5, 100e3) for name in ("all_gather", "all_reduce", "reduce_scatter")}
     return Costs(**({
         "stages": stages, "measured": {}, "collectives": collectives, "product_lost": 0.0, "collective_slower": 1.0,
         "small_kernels": 0.0, "host_call": 0.0, "host_chunk": 0.0,
     } | changes))  # fmt: skip
 
 
-def _issued(ctx: Context, layout: str, vocab_size: int, num_tokens: int, rows: int) -> list[tuple[str, float]]:
+def _issued(
+    ctx: Context, layout: str, hidden_size: int, vocab_size: int, num_tokens: int, rows: int
+) -> list[tuple[str, float]]:
     """Products, and collectives with the bytes of their largest tensor, of a step."""
     shard = VocabShard.even(vocab_size, ctx.rank, ctx.world)
     mine = num_tokens // ctx.world if layout == "sharded" else num_tokens
-    hidden = torch.randn(mine, 8, requires_grad=True)
-    weight = torch.randn(shard.num_rows, 8, requires_grad=True)
+    hidden = torch.randn(mine, hidden_size, requires_grad=True)
+    weight = torch.randn(shard.num_rows, hidden_size, requires_grad=True)
     with Trace() as trace:
         loss = linear_cross_entropy(
             hidden, weight, torch.zeros(mine, dtype=torch.int64), group=ctx.group, vocab_size=vocab_size,
@@ -57,25 +59,31 @@ def _issued(ctx: Context, layout: str, vocab_size: int, num_tokens: int, rows: i
     return found
 
 
-@pytest.mark.parametrize(("world", "vocab_size", "products"), [(2, 60, 9), (4, 60, 9), (2, 600, 10)])
+@pytest.mark.parametrize(
+    ("world", "hidden_size", "vocab_size", "products"), [(2, 8, 60, 9), (4, 8, 60, 9), (2, 4096, 2400, 12)]
+)
 @pytest.mark.parametrize("layout", ["replicated", "sharded"])
 def test_the_model_issues_what_the_loop_issues(
-    world: int, vocab_size: int, products: int, layout: str, workers: Pool
+    world: int, hidden_size: int, vocab_size: int, products: int, layout: str, workers: Pool
 ) -> None:
     """Products and collectives in the loop's order, and the bytes of each collective; the last chunk is smaller, and
-    its weight gradient comes in two products where the shard is large enough."""
-    traced = workers.run(world, _issued, layout, vocab_size, 40, 16)
-    guess = predict(40, 8, vocab_size, world, constant_costs(), LINK, layout, itemsize=4, rows=16)
+    weight gradients come in two products where the shard is large enough."""
+    traced = workers.run(world, _issued, layout, hidden_size, vocab_size, 40, 16)
+    guess = predict(40, hidden_size, vocab_size, world, constant_costs(), LINK, layout, itemsize=4, rows=16)
     modelled = [("product" if name in costs_module.PRODUCTS else name, size) for name, size in guess.issued]
     assert modelled.count(("product", 0.0)) == products
     assert traced == [modelled] * world
 
 
+HALF = (4096, 4096)
+"""Hidden size and vocabulary for which, on two ranks, the first product of a weight gradient is half of it."""
+
+
 def test_one_chunk_by_hand() -> None:
-    """Two ranks, 10 rows, hidden size 4: statistics 320 bytes of which a rank sends half, hidden gradient 160. The
-    gradient's sum runs beside the second half of the weight's product."""
-    guess = predict(10, 4, 1024, 2, constant_costs(), LINK, itemsize=2)
-    statistics, gradient = 0.5 + 160 / 100, 0.5 + 160 / 100
+    """Two ranks, 10 rows: statistics 320 bytes of which a rank sends half, hidden gradient 163840. The gradient's sum
+    runs beside the second half of the weight's product."""
+    guess = predict(10, *HALF, 2, constant_costs(), LINK, itemsize=2)
+    statistics, gradient = 0.5 + 160 / 100e3, 0.5 + 163840 / 100e3
     assert guess.waits == pytest.approx({"statistics": statistics, "hidden gradient": 0.0})
     assert gradient < 10 / 2
     # Row statistics, combination, row gradients, narrowing of the hidden gradient.
@@ -83,37 +91,41 @@ def test_one_chunk_by_hand() -> None:
     assert guess.efficiency == pytest.approx((3 * 10 + 1) / (2 * guess.gpu))
 
 
+def same_time(seconds: float) -> dict[str, Collective]:
+    return {name: Collective(seconds, 1e15) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+
+
 def test_what_a_product_does_not_cover_is_waited_for() -> None:
-    slow = constant_costs(collectives={name: Collective(25.0, 100.0) for name in ("all_gather", "all_reduce")})
-    guess = predict(10, 0, 1024, 2, slow, LINK)
-    assert guess.waits == pytest.approx({"statistics": 25 + 1.6, "hidden gradient": 25 - 10 / 2})
-    whole = predict(10, 0, 1024, 2, slow, LINK, schedule=Schedule(weight_grad_parts=1))
+    slow = constant_costs(collectives=same_time(25.0))
+    guess = predict(10, *HALF, 2, slow, LINK)
+    assert guess.waits == pytest.approx({"statistics": 25, "hidden gradient": 25 - 10 / 2})
+    whole = predict(10, *HALF, 2, slow, LINK, schedule=Schedule(split=False))
     assert whole.waits["hidden gradient"] == pytest.approx(25), "behind the only product of the weight's gradient"
-    early = predict(10, 0, 1024, 2, slow, LINK, schedule=Schedule(first_columns=128))
-    assert early.waits["hidden gradient"] == pytest.approx(25 - 10 * 3 / 4)
-    slow = constant_costs(collective_slower=2.0, product_lost=0.5)
-    guess = predict(10, 4, 1024, 2, slow, LINK)
-    assert guess.lost == pytest.approx(0.5 * 2 * 2.1)
-    assert guess.gpu == pytest.approx(3 * 10 + 4 + 2.1 + guess.lost)
+    guess = predict(10, 4096, 8192, 2, slow, LINK)
+    assert guess.waits["hidden gradient"] == pytest.approx(25 - 10 * 3 / 4), "the first product is one of four parts"
+    slow = constant_costs(collectives=same_time(2.0), collective_slower=2.0, product_lost=0.5)
+    guess = predict(10, *HALF, 2, slow, LINK)
+    assert guess.lost == pytest.approx(0.5 * 2 * 2)
+    assert guess.gpu == pytest.approx(3 * 10 + 4 + 2 + guess.lost)
 
 
 def test_collectives_queue_up_behind_each_other() -> None:
-    """The first chunk's hidden gradient starts at the end of its weight gradient, beside the second chunk's logits and
-    row statistics, and the second chunk's statistics wait for it."""
-    costs = constant_costs(collectives={"all_gather": Collective(1.0, 1e9), "all_reduce": Collective(30.0, 1e9)})
-    guess = predict(20, 4, 1024, 2, costs, LINK, rows=10)
-    assert guess.waits["statistics"] == pytest.approx(1 + (30 - 10 - 1) + 1)
+    """The first chunk's hidden gradient starts in its weight gradient, and runs beside the second half, the second
+    chunk's logits and row statistics; the second chunk's statistics wait for it."""
+    costs = constant_costs(collectives={"all_gather": Collective(1.0, 1e15), "all_reduce": Collective(30.0, 1e15)})
+    guess = predict(20, *HALF, 2, costs, LINK, rows=10)
+    assert guess.waits["statistics"] == pytest.approx(1 + (30 - 10 / 2 - 10 - 1) + 1)
     assert guess.waits["hidden gradient"] == pytest.approx(30 - 10 / 2)
-    split = predict(20, 4, 1024, 2, costs, LINK, rows=10, schedule=Schedule(every_chunk=True))
-    assert split.waits["statistics"] == pytest.approx(1 + (30 - 10 / 2 - 10 - 1) + 1)
+    whole = predict(20, *HALF, 2, costs, LINK, rows=10, schedule=Schedule(split=False))
+    assert whole.waits["statistics"] == pytest.approx(1 + (30 - 10 - 1) + 1)
 
 
 @pytest.mark.parametrize(
     ("schedule", "wait", "expected"),
     [
         # The second chunk's gather stands behind the first chunk's sum, which starts after its weight gradient.
-        (Schedule(), "hidden states", 6 + 12 + 12),
-        (Schedule(every_chunk=True), "hidden states", 6 + 7 + 7),
+        (Schedule(split=False), "hidden states", 6 + 12 + 12),
+        (Schedule(), "hidden states", 6 + 7 + 7),
         # Gathered ahead, it starts after the first chunk's logits, between the row kernels.
         (Schedule(prefetch=True), "hidden states", 6),
         (Schedule(), "statistics", 3 * 6),
@@ -122,19 +134,18 @@ def test_collectives_queue_up_behind_each_other() -> None:
 )
 def test_remedies(schedule: Schedule, wait: str, expected: float) -> None:
     """A collective takes 6 s, a product 10, three chunks."""
-    costs = constant_costs(collectives={name: Collective(6.0, 1e9) for name in ("all_gather", "reduce_scatter")})
-    rows = 20 if schedule.double_buffered else 10
-    guess = predict(30, 4, 1024, 2, costs, LINK, "sharded", rows=rows, schedule=schedule)
+    costs, rows = constant_costs(collectives=same_time(6.0)), 20 if schedule.double_buffered else 10
+    guess = predict(30, *HALF, 2, costs, LINK, "sharded", rows=rows, schedule=schedule)
     assert guess.rows == 10
     assert guess.waits[wait] == pytest.approx(expected)
 
 
 def test_the_ring_sends_what_it_must() -> None:
     costs, link = constant_costs(), Link("ring", None, 0.25)
-    assert costs.collective("all_reduce", 1600, 2, link) == pytest.approx(0.5 + 16)
-    assert costs.collective("all_reduce", 1600, 8, link) == pytest.approx(0.5 + 12 * 0.25 + 16 * 14 / 8)
-    assert costs.collective("all_reduce", 1600, 2, Link("slow", 10.0, 0.25)) == pytest.approx(0.5 + 160)
-    assert costs.collective("all_gather", 1600, 8, link) == pytest.approx(0.5 + 6 * 0.25 + 16 * 7 / 8)
+    assert costs.collective("all_reduce", 1600e3, 2, link) == pytest.approx(0.5 + 16)
+    assert costs.collective("all_reduce", 1600e3, 8, link) == pytest.approx(0.5 + 12 * 0.25 + 16 * 14 / 8)
+    assert costs.collective("all_reduce", 1600e3, 2, Link("slow", 10e3, 0.25)) == pytest.approx(0.5 + 160)
+    assert costs.collective("all_gather", 1600e3, 8, link) == pytest.approx(0.5 + 6 * 0.25 + 16 * 7 / 8)
 
 
 def test_the_host_bounds_a_step() -> None:

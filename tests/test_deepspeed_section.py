@@ -3,19 +3,26 @@
 import base64
 import dataclasses
 import json
+import sys
+import typing
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flce_dist import LossOptions
 from flce_dist.integrations.deepspeed import Section, SectionWarning, json_schema, read_section
-from flce_dist.integrations.deepspeed.section import load_config
+from flce_dist.integrations.deepspeed.section import VocabParallel, load_config
+from flce_dist.options import CHOICES, DTYPES
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 DATA: dict[str, Any] = {"flce_dist": {"vocab_parallel": "data"}}
+SCHEMA = json_schema()
 
 
 def test_options_are_only_those_that_are_given() -> None:
@@ -145,8 +152,8 @@ class TestAsDeepSpeedReadsIt:
     def test_path(self, tmp_path: Path) -> None:
         path = tmp_path / "config.hjson"
         path.write_text(self.TEXT)
-        for given in (str(path), path):
-            assert read_section(load_config(given)) == Section("flce_dist", {"z_loss": 0.001}, "none", None)
+        for source in (str(path), path):
+            assert read_section(load_config(source)) == Section("flce_dist", {"z_loss": 0.001}, "none", None)
 
     def test_base64(self) -> None:
         encoded = base64.urlsafe_b64encode(json.dumps({"flce_dist": {"softcap": 30.0}}).encode()).decode()
@@ -197,3 +204,118 @@ def test_our_configurations_are_json_and_read_without_a_warning(path: Path, recw
         assert read_section(config) is not None
         assert config["$schema"] == "./flce_dist.schema.json"
     assert not recwarn
+
+
+OWN = {"vocab_parallel": typing.get_args(VocabParallel), "head": ("lm_head", "model.out")}
+NUMBERS = [0, 1, -1, 2, 30, 0.1, 1e-4, -0.5, 1.5, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1]
+WORDS = [*CHOICES["reduction"], *CHOICES["backward"], *CHOICES["backend"], *CHOICES["check_ranks"], *DTYPES]
+SIZES = [
+    "512MiB",
+    "1 GB",
+    "  7 ",
+    "0MiB",
+    "0",
+    "0.0B",
+    "1.5KiB",
+    ".5MB",
+    "1.MB",
+    "-1B",
+    "3 bananas",
+    "512mib",
+    "7\n",
+    "",
+]
+CORNERS = [None, True, False, [], {}, *NUMBERS, *WORDS, *SIZES, *OWN["vocab_parallel"], *OWN["head"]]
+VALUES = st.one_of(
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False).filter(lambda number: not number.is_integer()),
+    st.sampled_from(CORNERS),
+    st.text("abz_- ", max_size=4),
+)
+KEYS = [*(field.name for field in dataclasses.fields(LossOptions)), *OWN, "zloss", "type"]
+SECTIONS = st.one_of(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=2), VALUES)
+CONFIGS_LIKE_OURS = st.fixed_dictionaries(
+    {},
+    optional={
+        "flce_dist": SECTIONS,
+        "loss": st.one_of(SECTIONS, SECTIONS.map(lambda s: s | {"type": "flce_dist"} if isinstance(s, dict) else s)),
+        "zero_optimization": st.sampled_from([{}, {"stage": 2}, {"stage": 3}, {"stage": "3"}, True, None]),
+    },
+)
+
+
+def accepted(config: dict[str, Any]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SectionWarning)
+            read_section(config)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def no_float_holds_a_number_of(config: dict[str, Any]) -> bool:
+    values = [
+        *config.values(),
+        *(value for part in config.values() if isinstance(part, dict) for value in part.values()),
+    ]
+    return any(isinstance(value, int) and abs(value) > sys.float_info.max for value in values)
+
+
+def test_the_schema_accepts_each_value_of_each_key_that_the_parser_accepts() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    is_valid = jsonschema.Draft202012Validator(SCHEMA).is_valid
+    configs = [{"flce_dist": {key: value}, **ZERO3} for key in KEYS for value in CORNERS]
+    differ = [config["flce_dist"] for config in configs if is_valid(config) != accepted(config)]
+    assert differ == []
+    assert len([config for config in configs if accepted(config)]) > 100
+
+
+@settings(max_examples=500, deadline=None)
+@given(CONFIGS_LIKE_OURS)
+def test_the_schema_accepts_random_configurations_that_the_parser_accepts(config: dict[str, Any]) -> None:
+    """What it cannot say is not drawn: 2.0 is an integer to JSON Schema, and "0.1B" is less than one byte."""
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    valid = jsonschema.Draft202012Validator(SCHEMA).is_valid(config)
+    assert valid == accepted(config) or no_float_holds_a_number_of(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "valid"),
+    [
+        ({"label_smoothing": 1}, True),
+        ({"label_smoothing": 1.01}, False),
+        ({"z_loss": 0}, True),
+        ({"z_loss": -1e-9}, False),
+        ({"softcap": 0}, False),
+        ({"softcap": 0.1}, True),
+        ({"softcap": None}, True),
+        ({"chunk_rows": 0}, False),
+        ({"chunk_rows": 1}, True),
+        ({"ignore_index": 2**63}, False),
+        ({"logits_budget": 0}, False),
+        ({"logits_budget": "0 MiB"}, False),
+        ({"logits_budget": "0.25 GB"}, True),
+        ({"logits_budget": "512 bananas"}, False),
+        ({"head": ""}, False),
+        ({"backward": "forward", "reduction": "none"}, False),
+        ({"backward": "forward", "reduction": "sum"}, True),
+        ({"vocab_parallel": "data"}, False),
+        ({"vocab_parallel": "tensor"}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spelling", ["flce_dist", "loss"])
+def test_bounds_are_in_the_schema(section: dict[str, Any], valid: bool, spelling: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    config = {spelling: section | ({"type": "flce_dist"} if spelling == "loss" else {})}
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(config) == valid == accepted(config)
+
+
+def test_defaults_and_our_configurations_are_valid() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    properties = SCHEMA["properties"]["flce_dist"]["properties"]
+    defaults = {name: schema["default"] for name, schema in properties.items() if "default" in schema}
+    for config in [{"flce_dist": defaults}, *(json.loads(path.read_text()) for path in CONFIGS.glob("*.json"))]:
+        jsonschema.validate(config, SCHEMA)

@@ -348,3 +348,11 @@ def test_layouts_that_no_hidden_states_have(layout: Placement) -> None:
 def test_options_are_checked_when_the_style_is_made() -> None:
     with pytest.raises(ValueError, match="label_smoothing"):
         FlceParallel(label_smoothing=2.0)
+
+
+def _two_dimensional(ctx: Context) -> None:
+    parallelize_module(nn.Linear(H, 21), ctx.mesh(2, 2, names=("dp", "tp")), FlceParallel())
+
+
+def test_a_mesh_of_two_dimensions_is_refused(workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(4, _two_dimensional), "ValueError", "1-D mesh", "tp")

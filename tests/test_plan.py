@@ -4,8 +4,11 @@ import inspect
 import itertools
 
 import pytest
+import torch
 
 from flce_dist import plan
+from flce_dist.gemm import WeightGradient
+from tests.kit import compare
 
 TOKENS = [0, 1, 7, 127, 128, 129, 1000, 8192, 10**6]
 COLUMNS = [0, 1, 16032, 50257, 128256, 262144]
@@ -73,3 +76,38 @@ def test_free_memory_is_no_input() -> None:
         "budget_bytes",
         "explicit",
     ]
+
+
+def test_chunks_are_equal() -> None:
+    """The last chunk has as many rows as the others, up to the rounding to 128, and there are no more chunks for it."""
+    for tokens, columns, itemsize, budget in GRID:
+        rows = plan.chunk_rows(tokens, columns, itemsize, budget)
+        if 128 <= rows < tokens:
+            num_chunks = -(-tokens // rows)
+            assert rows - 128 * num_chunks < tokens - (num_chunks - 1) * rows <= rows
+            fits = budget // (plan.row_stride(columns) * itemsize) // 128 * 128
+            assert num_chunks == -(-tokens // fits)
+    assert plan.chunk_rows(8192, 37984, 2, 512 * 2**20) == 4096, "not 7040 and 1152"
+
+
+def test_the_first_part_is_as_short_as_keeps_a_gpu_busy() -> None:
+    assert plan.first_part(64128, 4096) == 1024
+    assert plan.first_part(64128, 2304) == 1920
+    assert plan.first_part(500, 4096) == 500
+    for columns, hidden_size in itertools.product(COLUMNS, (64, 768, 4096, 16384)):
+        first = plan.first_part(columns, hidden_size)
+        assert first == columns or (first % 128 == 0 and first * hidden_size >= plan.FIRST_PART_OUTPUTS)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_weight_gradient_in_two_parts_is_the_whole(num_chunks: int) -> None:
+    grad, x = torch.randn(num_chunks, 3, 1100, dtype=torch.float64), torch.randn(num_chunks, 3, 4096).double()
+    found = WeightGradient(torch.empty(1101, 4096, dtype=torch.float64), 1100, torch.float64, True, True)
+    for i in range(num_chunks):
+        found.add(grad[i], x[i], split=True)
+    weight, bias = found.finish()
+    assert weight is not None
+    assert bias is not None
+    compare.assert_close(weight[:1100], torch.einsum("icl,ich->lh", grad, x), 1e-12, "weight gradient")
+    compare.assert_close(bias[:1100], grad.sum((0, 1)), 1e-12, "bias gradient")
+    assert not weight[1100:].any()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flce_dist.plan import PREFERRED_MULTIPLE
+from flce_dist.plan import first_part
 
 from .costs import LINKS, REDUCED_ITEMSIZE, STATISTICS_BYTES, TARGET_BYTES, Costs, Link, LocalWork
 
@@ -20,29 +20,15 @@ class Schedule:
     """How the loop overlaps. The defaults are the loop as it is.
 
     Args:
-        weight_grad_parts: in how many products the last chunk's weight gradient is made.
-        first_columns: columns of the first of two such products, in place of `weight_grad_parts` equal ones.
-        every_chunk: also in the other chunks.
+        split: a chunk's weight gradient is made in two products, of which the first is short (`plan.first_part`).
         prefetch: token-sharded hidden states of the next chunk are gathered while this one is computed.
         double_buffered: the next chunk's logits are made before this chunk's statistics are waited for, in two buffers
             of half the rows.
     """
 
-    weight_grad_parts: int = 2
-    first_columns: int | None = None
-    every_chunk: bool = False
+    split: bool = True
     prefetch: bool = False
     double_buffered: bool = False
-
-    def shares(self, columns: int, is_last: bool) -> list[float]:
-        """Of the columns in each of a chunk's products for the weight's gradient."""
-        if not (is_last or self.every_chunk):
-            return [1.0]
-        if self.first_columns is not None:
-            first = min(self.first_columns, columns)
-            return [share for share in (first / columns, 1 - first / columns) if share]
-        rows = -(-columns // (self.weight_grad_parts * PREFERRED_MULTIPLE)) * PREFERRED_MULTIPLE
-        return [min(rows, columns - start) / columns for start in range(0, columns, rows)]
 
 
 @dataclass(frozen=True)
@@ -162,6 +148,9 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
     line, ranks, chunks = _Timeline(costs, work.num_ranks, link), work.num_ranks, work.chunks()
     reduced = REDUCED_ITEMSIZE if work.itemsize == 2 else work.itemsize
     reduction = "reduce_scatter" if sharded_tokens else "all_reduce"
+    first = 1.0
+    if ranks > 1 and schedule.split:
+        first = first_part(work.columns, work.hidden_size) / work.columns
     gathered: list[_Collective] = []
     exchanged: list[_Collective] = []
     summed: list[_Collective] = []
@@ -205,9 +194,9 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
                 take_sum(chunks[i - 1])
             line.product("hidden_grad", chunk)
             summed.append(line.collective(reduction, chunk.rows * work.hidden_size * reduced))
-        shares = [1.0] if ranks == 1 else schedule.shares(work.columns, i == len(chunks) - 1)
-        for share in shares:
-            line.product("weight_grad" if i == 0 else "weight_grad_more", chunk, share)
+        for share in (first, 1 - first):
+            if share:
+                line.product("weight_grad" if i == 0 else "weight_grad_more", chunk, share)
     if ranks > 1:
         take_sum(chunks[-1])
     line.other(costs.small_kernels)

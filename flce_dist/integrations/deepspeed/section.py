@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...options import DTYPES, LossOptions
+from ...options import DTYPES, UNITS, LossOptions
 
 SECTION = "flce_dist"
 ALIAS = "loss"
@@ -32,6 +32,18 @@ _UNSUPPORTED_WITH_DATA = {
     "zero_quantized_gradients": False,
 }
 """ZeRO-3 options, with the value that switches them off, under which a parameter has no partition group of its own."""
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "ignore_index": {"minimum": -(2**63), "maximum": 2**63 - 1},
+    "label_smoothing": {"minimum": 0, "maximum": 1},
+    "z_loss": {"minimum": 0},
+    "softcap": {"exclusiveMinimum": 0},
+    "logits_budget": {
+        "minimum": 1,
+        "pattern": rf"^\s*(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?\s*({'|'.join(UNITS)})\s*$",
+    },
+    "chunk_rows": {"minimum": 1},
+}
+"""What `LossOptions` checks of a value beyond its type, in JSON Schema's words."""
 
 
 class SectionWarning(UserWarning):
@@ -180,30 +192,53 @@ def json_schema() -> dict[str, Any]:
     descriptions = _descriptions()
     properties: dict[str, Any] = {
         "vocab_parallel": {"enum": [*typing.get_args(VocabParallel), None], "description": _OWN_KEYS["vocab_parallel"]},
-        "head": {"type": ["string", "null"], "description": _OWN_KEYS["head"]},
+        "head": {
+            "type": ["string", "null"],
+            "minLength": 1,
+            "not": {"const": "auto"},
+            "description": _OWN_KEYS["head"],
+        },
     }
     for field in dataclasses.fields(LossOptions):
-        schema = _schema_of(hints[field.name])
+        schema = _schema_of(hints[field.name]) | _BOUNDS.get(field.name, {})
         schema["description"] = descriptions[field.name]
         if field.default != "auto":
             schema["default"] = field.default
         properties[field.name] = schema
-    section = {"type": "object", "additionalProperties": False, "properties": properties}
+    section = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        **_if_then({"backward": {"const": "forward"}}, {"properties": {"reduction": {"not": {"const": "none"}}}}),
+    }
     alias = section | {
         "required": ["type"],
         "properties": {"type": {"const": SECTION}, **{key: {"$ref": f"#/properties/{SECTION}/properties/{key}"}
                                                       for key in properties}},
     }  # fmt: skip
-    is_ours = {"properties": {"type": {"const": SECTION}}, "required": ["type"]}
+    is_ours = {"type": {"const": SECTION}}
+    stage_3 = {"type": "object", "properties": {"stage": {"enum": [3, "3"]}}, "required": ["stage"]}
+    data = {"type": "object", "properties": {"vocab_parallel": {"const": "data"}}, "required": ["vocab_parallel"]}
+    ours = {"type": "object", "properties": is_ours, "required": ["type"]}
+    needs_stage_3 = {"properties": {"zero_optimization": stage_3}, "required": ["zero_optimization"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A DeepSpeed configuration with the section of flce_dist",
         "type": "object",
         "properties": {
             SECTION: {"description": "The loss of flce_dist: fields of LossOptions, and its head.", **section},
-            ALIAS: {"if": is_ours, "then": alias},
+            ALIAS: {"if": ours, "then": alias},
         },
+        "allOf": [
+            _if_then({SECTION: data}, needs_stage_3),
+            _if_then({ALIAS: {"allOf": [ours, data]}}, needs_stage_3),
+            {"not": {"properties": {ALIAS: ours}, "required": [SECTION, ALIAS]}},
+        ],
     }
+
+
+def _if_then(condition: dict[str, Any], consequence: dict[str, Any]) -> dict[str, Any]:
+    return {"if": {"properties": condition, "required": list(condition)}, "then": consequence}
 
 
 def _descriptions() -> dict[str, str]:
