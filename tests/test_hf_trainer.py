@@ -13,6 +13,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dis
 
 from flce_dist.integrations.transformers import UnsupportedForward, apply, apply_to_trainer  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
+from tests.test_docs import ROOT, programs_of, run_program  # noqa: E402
 
 STEPS = 3
 
@@ -323,3 +324,29 @@ def test_memory_and_speed_do_not_depend_on_logits(tmp_path: Path) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     assert largest <= max(p.numel() for p in model.parameters()) < ids.numel() * 2048
     assert isinstance(model.lm_head, nn.Linear)
+
+
+MEASURE = """
+import re
+for entry in trainer.state.log_history:
+    if "train_loss" not in entry:
+        print("step", entry.get("loss", entry.get("eval_loss")), entry.get("grad_norm", 0.0))
+print("peak", 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]))
+"""
+
+
+def test_one_line_more_in_a_stock_script_gives_the_same_losses_with_less_memory(tmp_path: Path) -> None:
+    """The program of docs/transformers.md, with its line and without."""
+    found = {}
+    (program,) = (p for p in programs_of(ROOT / "docs" / "transformers.md") if "fine_tune.py" in p.splitlines()[0])
+    (line,) = (line for line in program.splitlines() if line.endswith("# the line"))
+    for name, script in (("ours", program), ("stock", program.replace(line, ""))):
+        (folder := tmp_path / name).mkdir()
+        output = run_program(script + MEASURE, folder)[0]
+        rows = [list(map(float, row.split()[1:])) for row in output.splitlines() if row.startswith("step ")]
+        assert len(rows) == 5
+        found[name] = torch.tensor(rows), float(output.split("peak ")[1])
+    torch.testing.assert_close(found["ours"][0], found["stock"][0], rtol=1e-4, atol=1e-5)
+    logits = 8 * 129 * 32000 * 4
+    print({name: f"{peak / 2**20:.0f} MiB" for name, (_, peak) in found.items()})
+    assert found["ours"][1] < found["stock"][1] - 1.5 * logits
