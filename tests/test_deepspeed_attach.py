@@ -123,6 +123,11 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
         (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
         (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
         (Cell(2, section=DATA), "", "flce_dist.vocab_parallel: .*stage 3, got 2"),
+        (
+            Cell(2, extra={"sequence_parallel_size": 2, "data_parallel_size": 1}),
+            "",
+            "sequence_parallel_size: 2 without an",
+        ),
         (Cell(2, section={"z_loss": -1}), "", "flce_dist.z_loss must not be negative"),
         (Cell(2, section={"reduction": "sum"}, llama=True), "", "flce_dist.reduction: a LlamaForCausalLM returns one"),
     ],
