@@ -79,16 +79,18 @@ def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> 
     options, group = args.options, args.group
     if most_columns is None:
         most_columns = -(-args.shard.vocab_size // collectives.world_size(group))
+    num_tokens, hidden_size = hidden.shape
     itemsize = (options.logits_dtype or hidden.dtype).itemsize
-    num_tokens = hidden.shape[0]
+
+    def rows_of(tokens: int) -> int:
+        return chunk_rows(tokens, most_columns, hidden_size, itemsize, options.budget_bytes, options.chunk_rows)
+
     if group is None or args.hidden_layout == "replicated":
-        rows = chunk_rows(num_tokens, most_columns, itemsize, options.budget_bytes, options.chunk_rows)
-        return ReplicatedTokens(num_tokens, rows, group)
+        return ReplicatedTokens(num_tokens, rows_of(num_tokens), group)
     max_tokens, num_ranks = args.max_tokens, collectives.world_size(group)
     if max_tokens is None or options.skip_ignored:
         max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
-    rows = chunk_rows(max_tokens * num_ranks, most_columns, itemsize, options.budget_bytes, options.chunk_rows)
-    return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
+    return ShardedTokens(num_tokens, max_tokens, max(1, rows_of(max_tokens * num_ranks) // num_ranks), group)
 
 
 def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:

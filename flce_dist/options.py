@@ -54,7 +54,8 @@ class LossOptions:
         logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
         hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: float32, and float64
             for float64.
-        logits_budget: bytes of one chunk of logits on the largest shard, an int or a string like "512MiB".
+        logits_budget: bytes of one chunk of logits on the largest shard, an int or a string like "512MiB"; None: 512
+            MiB, or more where a large vocabulary needs it for 2048 rows (`plan.default_budget`).
         chunk_rows: rows of a chunk; wins over the budget.
         skip_ignored: drop ignored tokens before the first GEMM. Costs one host synchronisation to count them.
         backward: "forward" makes gradients in forward, where the logits are alive (3 GEMMs; "mean" and "sum");
@@ -78,7 +79,7 @@ class LossOptions:
     accum_dtype: torch.dtype | None = None
     logits_dtype: torch.dtype | None = None
     hidden_grad_reduce_dtype: torch.dtype | None = None
-    logits_budget: int | str = "512MiB"
+    logits_budget: int | str | None = None
     chunk_rows: int | None = None
     skip_ignored: bool = False
     backward: Backward = "auto"
@@ -112,7 +113,7 @@ class LossOptions:
                 raise ValueError(f"softcap must be positive (None switches it off), got {self.softcap}")
         if self.chunk_rows is not None:
             _check_positive_int("chunk_rows", self.chunk_rows)
-        if self.budget_bytes < 1:
+        if self.budget_bytes is not None and self.budget_bytes < 1:
             raise ValueError(f"logits_budget must be at least one byte, got {self.logits_budget!r}")
         if self.backward == "forward" and self.reduction == "none":
             raise ValueError(
@@ -121,8 +122,8 @@ class LossOptions:
             )
 
     @cached_property
-    def budget_bytes(self) -> int:
-        return parse_bytes("logits_budget", self.logits_budget)
+    def budget_bytes(self) -> int | None:
+        return None if self.logits_budget is None else parse_bytes("logits_budget", self.logits_budget)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "loss") -> LossOptions:
@@ -162,7 +163,7 @@ class LossOptionsDict(TypedDict, total=False):
     accum_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
     hidden_grad_reduce_dtype: torch.dtype | None
-    logits_budget: int | str
+    logits_budget: int | str | None
     chunk_rows: int | None
     skip_ignored: bool
     backward: Backward

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, scaling, workload
 from benchmark.ranks import Ranks, exit_process
 from benchmark.report import Row
-from flce_dist.options import parse_bytes
+from flce_dist.options import LossOptions, parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -199,9 +199,11 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
             rows = None
             if method.chunked:
                 itemsize = max(problem.hidden.dtype.itemsize, 4 if "fp32-logits" in method.name else 0)
-                budget = parse_bytes("logits_budget", chunking.get("logits_budget", "512MiB"))
+                budget = LossOptions(**chunking).budget_bytes
                 columns = -(-shape.vocab_size // problem.num_ranks)
-                rows = planned_rows(shape.num_tokens, columns, itemsize, budget, chunking.get("chunk_rows"))
+                rows = planned_rows(
+                    shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows")
+                )
             entry = Entry(row(method.name, setting, rows))
             by_method.append(entry)
             _guarded(entry, problem.group, partial(_build, entry, method, problem, chunking, args))

@@ -14,10 +14,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmark import report, workload
+from benchmark import plots, report, workload
 from benchmark.costs import LINKS, PRODUCTS, Costs, Link, costs_from, fit_error, largest_and_median
 from benchmark.measure_costs import everything
 from benchmark.measure_links import QUICK, Effort
@@ -43,6 +44,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--ranks", type=_numbers, default=RANKS, help="separated by commas; default 1,2,4,8,16,64")
     add("--link", action="append", type=_link, help="NAME,GB/s each way,microseconds a ring step; default all known")
+    add("--plot", type=Path, help="a PNG of the predicted efficiency on the measured link")
+    add("--bench", type=Path, help="results.json of bench.py --sweep ranks, whose efficiencies the plot shows too")
     add("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
     args = parser.parse_args(arguments)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,7 +81,33 @@ def main(arguments: Sequence[str]) -> int:
     print(parameters(costs, measurements))
     for shape in shapes:
         print(table(shape, costs, args.ranks, args.link or LINKS, itemsize))
+    if args.plot:
+        predicted = {
+            f"{shape.name}, {layout}": [
+                (ranks, predict(shape.num_tokens, shape.hidden_size, shape.vocab_size, ranks, costs, LINKS[0], layout,
+                                itemsize).efficiency or 0.0)
+                for ranks in args.ranks
+            ]
+            for shape in shapes
+            for layout in METHODS
+        }  # fmt: skip
+        rows = json.loads(args.bench.read_text())["rows"] if args.bench else []
+        plots.plot_efficiency(predicted, measured_efficiencies(rows), args.plot)
+        print(f"wrote {args.plot}")
     return 0
+
+
+METHODS = {"replicated": "flce", "sharded": "flce-sharded-tokens"}
+
+
+def measured_efficiencies(rows: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By the labels of the plot; of the default chunks."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for layout, method in METHODS.items():
+        for row in rows:
+            if row["method"] == method and not row["setting"] and row["efficiency"] is not None:
+                found.setdefault(f"{row['shape']}, {layout}", []).append((row["num_ranks"], row["efficiency"]))
+    return found
 
 
 def measure(args: argparse.Namespace) -> bool:
@@ -102,7 +131,7 @@ def _silent(*_: object) -> None:
     pass
 
 
-def parameters(costs: Costs, measurements: dict) -> str:
+def parameters(costs: Costs, measurements: dict[str, Any]) -> str:
     """The parameters in words, and how well they give back what was measured."""
     lines = []
     for stage, errors in fit_error(costs, measurements).items():

@@ -1,6 +1,7 @@
 """The cost model: it issues what the loop issues, its arithmetic is what it says, and its measurement runs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.kit.workers import Context, Pool
 
 TINY = Shape("tiny", 48, 16, 301)
 SHORT = Effort(1, 2, 1, 0.001, 2**17, (16, 16, 64))
+DOCS = Path(__file__).parent.parent / "docs"
+DOCUMENTED = DOCS / "data" / "costs-h200.json"
 LINK = Link("measured", None, 0.0)
 
 
@@ -212,7 +215,38 @@ def test_from_a_measurement_to_a_table(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
+def test_a_plot_of_predicted_and_measured_efficiencies(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    bench, plot = tmp_path / "results.json", tmp_path / "plot.png"
+    row = {"shape": "llama3-8k", "method": "flce", "setting": "", "num_ranks": 2, "efficiency": 0.97}
+    other = [row | {"method": "eager"}, row | {"setting": "rows=2"}, row | {"efficiency": None}]
+    bench.write_text(json.dumps({"rows": [row, *other]}))
+    assert cost_model.measured_efficiencies([row, *other]) == {"llama3-8k, replicated": [(2, 0.97)]}
+    options = ["--shapes", "llama3-8k", "--ranks", "1,2,8", "--plot", str(plot), "--bench", str(bench)]
+    assert cost_model.main(["--costs", str(DOCUMENTED), *options]) == 0
+    assert plot.stat().st_size > 5000
+
+
 def test_missing_measurements_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cost_model.main(["--costs", "nowhere.json"])
     assert "nowhere.json does not exist: make it with --measure" in capsys.readouterr().err
+
+
+def test_the_documented_predictions_are_the_models() -> None:
+    """Milliseconds and efficiency of each cell of the table in docs/scaling.md, from the measurements beside it."""
+    costs = costs_from(json.loads(DOCUMENTED.read_text()))
+    section = (DOCS / "scaling.md").read_text().split("\n## Predictions\n")[1]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    ranks = [int(cell) for cell in header[-5:]]
+    links = {link.name: link for link in costs_module.LINKS}
+    checked = 0
+    for shape, link, layout, *cells in rows:
+        found = re.fullmatch(r"N (\d+) H (\d+) V (\d+)", shape)
+        if found is None:
+            break
+        for num_ranks, cell in zip(ranks, cells, strict=True):
+            guess = predict(*map(int, found.groups()), num_ranks, costs, links[link], layout)
+            assert cell == f"{1e3 * guess.seconds:.2f} ({guess.efficiency:.2f})", (shape, link, layout, num_ranks)
+            checked += 1
+    assert checked == 3 * 4 * 2 * 5

@@ -123,6 +123,11 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
         (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
         (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
         (Cell(2, section=DATA), "", "flce_dist.vocab_parallel: .*stage 3, got 2"),
+        (
+            Cell(2, extra={"sequence_parallel_size": 2, "data_parallel_size": 1}),
+            "",
+            "sequence_parallel_size: 2 without an",
+        ),
         (Cell(2, section={"z_loss": -1}), "", "flce_dist.z_loss must not be negative"),
         (Cell(2, section={"reduction": "sum"}, llama=True), "", "flce_dist.reduction: a LlamaForCausalLM returns one"),
     ],
@@ -191,9 +196,9 @@ def test_a_loop_of_ones_own_calls_the_head(engine_workers: Engines) -> None:
     judge(Cell(3, accumulation=2, clip=0.3), engine_workers(2).run(2, _own_loop), 2)
 
 
-def _gathers(ctx: Context, section: dict[str, Any] | None) -> list[tuple[int, ...]]:
+def _gathers(ctx: Context, section: dict[str, Any] | None, zero: dict[str, Any]) -> list[int]:
     """Sizes of what all-gathers of one step bring together, the first step's left out."""
-    cell = Cell(3, section=section or {})
+    cell = Cell(3, section=section or {}, zero=zero)
     with deepspeed_ready(ctx), warnings.catch_warnings():
         warnings.simplefilter("ignore", SectionWarning)
         model = make_model(cell)
@@ -220,12 +225,22 @@ def _gathers(ctx: Context, section: dict[str, Any] | None) -> list[tuple[int, ..
 
 def test_the_head_is_gathered_as_often_as_with_a_stock_loss_and_never_when_sharded(engine_workers: Engines) -> None:
     sections: list[Any] = [None, {}, DATA | {"check_ranks": "never"}]
-    stock, ours, sharded = (engine_workers(2).run(2, _gathers, section)[0] for section in sections)
+    stock, ours, sharded = (engine_workers(2).run(2, _gathers, section, {})[0] for section in sections)
     head, rest = 37 * H, 37 * H + H * (H + 1) + 2 * H
     assert stock == [rest + head], "in the second step DeepSpeed gathers all in one"
     assert ours == stock
     assert max(sharded) == rest
     assert all(size <= 24 * H for size in sharded if size < rest)  # hidden states, targets, statistics of 24 tokens
+
+
+def test_the_head_is_gathered_as_often_as_with_a_stock_loss_where_each_module_gathers_for_itself(
+    engine_workers: Engines,
+) -> None:
+    """In forward and in backward; the embedding, of the head's size, needs no weight in backward."""
+    alone = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    stock, ours = (engine_workers(2).run(2, _gathers, section, alone)[0] for section in (None, {}))
+    assert stock.count(37 * H) >= 3
+    assert ours == stock
 
 
 def _shards(ctx: Context) -> None:

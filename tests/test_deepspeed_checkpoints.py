@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
@@ -19,6 +20,7 @@ from tests.kit.workers import Context, Pool
 
 Engines = Callable[[int], Pool]
 DATA = {"vocab_parallel": "data"}
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 
 
 def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
@@ -127,15 +129,16 @@ ROWS_IN_ALL = 4
 def _universal(ctx: Context, cell: Cell, folder: str, load: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Two steps of Adam from the checkpoint's parameters: those that it has, and the new ones. What is not loaded is
     trained for two steps before, and saved."""
-    rows = ROWS_IN_ALL // ctx.world
+    rows = ROWS_IN_ALL * tensor_ranks(cell) // ctx.world
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
     if load:
         config["checkpoint"] = {"load_universal": True}
 
     def two_steps(engine: Any) -> None:
+        mine = slice(rows * dist.get_rank(engine.data_parallel_group), None)
         for step in batches(cell, 2)[:2]:
-            for ids, labels in step:
-                engine.backward(engine(ids[rows * ctx.rank :][:rows], labels[rows * ctx.rank :][:rows]))
+            for ids, labels in ((ids[mine][:rows], labels[mine][:rows]) for ids, labels in step):
+                engine.backward(engine(input_ids=ids, labels=labels).loss if cell.llama else engine(ids, labels))
                 engine.step()
 
     with deepspeed_ready(ctx):
@@ -152,6 +155,10 @@ def _universal(ctx: Context, cell: Cell, folder: str, load: bool) -> tuple[dict[
         after = joined(gathered(engine), engine.module.lm_head, cell)
         engine.destroy()
     return at_checkpoint, after
+
+
+def tensor_ranks(cell: Cell) -> int:
+    return cell.extra.get("tensor_parallel", {}).get("autotp_size", 1)
 
 
 def to_universal(folder: Path) -> None:
@@ -179,8 +186,18 @@ def to_universal(folder: Path) -> None:
         (Cell(3, bias=True, section=DATA), Cell(3, bias=True, section=DATA), (2, 4)),
         (Cell(3, "bfloat16", section=DATA), Cell(3, "bfloat16", section=DATA), (4, 2)),
         (Cell(3), Cell(3, section=DATA), (2, 4)),
+        (Cell(3, llama=True, extra=AUTOTP), Cell(3, llama=True), (4, 2)),
+        (Cell(1, llama=True, extra=AUTOTP), Cell(1, llama=True, extra=AUTOTP), (4, 2)),
     ],
-    ids=["zero1", "zero3", "never gathered", "never gathered, bfloat16", "whole to never gathered"],
+    ids=[
+        "zero1",
+        "zero3",
+        "never gathered",
+        "never gathered, bfloat16",
+        "whole to never gathered",
+        "AutoTP to none",
+        "AutoTP",
+    ],
 )
 def test_universal_checkpoints_resume_on_another_number_of_ranks(
     saved: Cell, loaded: Cell, worlds: tuple[int, int], engine_workers: Engines, tmp_path: Path

@@ -192,7 +192,7 @@ def test_the_schema_has_every_option_with_its_description_and_default() -> None:
     assert properties["label_smoothing"]["default"] == 0.0
     assert properties["label_smoothing"]["type"] == "number"
     assert properties["chunk_rows"]["type"] == ["integer", "null"]
-    assert properties["logits_budget"]["type"] == ["integer", "string"]
+    assert properties["logits_budget"]["type"] == ["integer", "string", "null"]
     assert properties["backward"]["enum"] == ["forward", "recompute"]
     assert "bfloat16" in properties["accum_dtype"]["enum"]
 

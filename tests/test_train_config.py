@@ -149,7 +149,7 @@ def test_quickstart_makes_at_least_four_chunks_a_step() -> None:
     tokens = config.train.batch_size // config.train.accumulation * config.data.sequence_length
     options = loss_options(config.loss)
     columns = VocabShard.even(config.tokenizer.vocab_size, 0, 2).num_columns
-    rows = chunk_rows(tokens, columns, 4, options.budget_bytes, options.chunk_rows)
+    rows = chunk_rows(tokens, columns, 64, 4, options.budget_bytes, options.chunk_rows)
     assert tokens / rows >= 4
 
 

@@ -109,7 +109,12 @@ def test_the_export_holds_the_trained_model(config: str, runs: Runs, one_rank: P
 
 
 def test_full_logits_through_the_engine(runs: Runs, one_rank: Path) -> None:
-    run_folder = runs.train("torch", *file_of("zero3"), "loss=torch", "train.accumulation=2")
+    """`loss: torch` wins over the section, however that is spelt; numbers in strings are those DeepSpeed takes."""
+    file = runs.place.folder / "alias.json"
+    values = {"zero_optimization": {"stage": "3"}}
+    file.write_text(json.dumps(values | {"loss": {"type": "flce_dist", "z_loss": 0.1}}))
+    where = ("parallel.mode=deepspeed", f"parallel.deepspeed={file}")
+    run_folder = runs.train("torch", *where, "loss=torch", "train.accumulation=2")
     assert_same_curve(run_folder, one_rank, 1e-5, steps=STEPS)
 
 
@@ -136,6 +141,7 @@ def _refused(ctx: Context, arguments: list[str]) -> None:
         ({"train_batch_size": 16}, "train_batch_size: 16, but 8 by train.batch_size"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer: the trainer has it"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 1, 2 or 3"),
+        ({"flce_dist": {"vocab_parallel": "data"}, "zero_optimization": True}, "flce_dist.vocab_parallel: "),
         ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size 3 does not divide 2 ranks"),
         ({"flce_dist": {}, "loss": {"type": "flce_dist"}}, "flce_dist: the configuration has the section twice"),
     ],

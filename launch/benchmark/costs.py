@@ -45,7 +45,7 @@ class LocalWork:
         cls, num_tokens: int, hidden_size: int, columns: int, itemsize: int, num_ranks: int, rows: int | None = None
     ) -> LocalWork:
         """With the rows that the loop chooses by default."""
-        planned = chunk_rows(num_tokens, columns, itemsize, LossOptions().budget_bytes, rows)
+        planned = chunk_rows(num_tokens, columns, hidden_size, itemsize, LossOptions().budget_bytes, rows)
         return cls(num_tokens, hidden_size, columns, num_ranks, itemsize, planned)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .report import MEBIBYTE, Row
@@ -78,3 +78,32 @@ def _lines(rows: Sequence[Row], sweep: str, x_value: Value, y_value: Value) -> d
         label = row.method if sweep == "budget" else f"{row.shape} {row.label}" if several else row.label
         lines.setdefault(label, []).append((x, y))
     return {label: sorted(points) for label, points in lines.items()}
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def plot_efficiency(predicted: Mapping[str, Points], measured: Mapping[str, Points], path: Path) -> None:
+    """Parallel efficiency over ranks: what is predicted as lines, what was measured as dots of the same colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for label, points in predicted.items():
+        (line,) = axes.plot(*zip(*points, strict=True), linestyle="--", marker="o", mfc="none", label=label)
+        if label in measured:
+            axes.plot(*zip(*measured[label], strict=True), linestyle="", marker="o", color=line.get_color())
+    ticks = sorted({x for points in predicted.values() for x, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks (hollow: predicted, full: measured)")
+    axes.set_ylabel("time of one rank / (ranks x time)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)

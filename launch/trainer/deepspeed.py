@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flce_dist.integrations.deepspeed.section import load_config, read_section
+
 from .checkpoint import Checkpoints, rng_state, set_rng_state
 from .model import LanguageModel
 from .optim import make_optimizer
@@ -30,8 +32,6 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def read_file(path: str) -> dict[str, Any]:
     """The DeepSpeed configuration of a file, its section checked. Raises ConfigError."""
     try:
-        from flce_dist.integrations.deepspeed.section import load_config, read_section
-
         values = dict(load_config(path))
         read_section(values)
     except ImportError as error:
@@ -62,6 +62,8 @@ def complete_values(values: dict[str, Any], config: Config, data_ranks: int) -> 
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if config.loss == "torch":
         values.pop("flce_dist", None)
+        if read_section(values) is not None:  # its other spelling
+            del values["loss"]
     elif isinstance(config.loss, Mapping) and "loss" not in values:
         options = {key: value for key, value in config.loss.items() if key != "type"}
         values["flce_dist"] = options | dict(values.get("flce_dist", {}))
@@ -82,7 +84,7 @@ class DeepSpeed(DataParallel):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
         assert self.config.parallel.deepspeed is not None
         self.values = read_file(self.config.parallel.deepspeed)
-        self.tensor_ranks = max(1, (self.values.get("tensor_parallel") or {}).get("autotp_size", 1))
+        self.tensor_ranks = int((self.values.get("tensor_parallel") or {}).get("autotp_size") or 1)
         if self.ranks.size % self.tensor_ranks:
             raise refused(
                 self.config, f"tensor_parallel.autotp_size {self.tensor_ranks} does not divide {self.ranks.size} ranks"

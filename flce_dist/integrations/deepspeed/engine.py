@@ -16,7 +16,7 @@ from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
 from .checkpoints import export_whole_head, load_own_rows
 from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
-from .section import Section, SectionWarning, load_config, read_section
+from .section import Section, SectionWarning, load_config, number, read_section
 
 _SECTION = "_flce_section"
 
@@ -41,6 +41,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             raise TypeError(f"model: expected the module itself, got the {type(model).__name__} around it")
         head = find_head(model, section)
         _check_no_loss(model, head, section)
+        _check_sequence_parallel(config, call.get("mpu"))
         if section.vocab_parallel == "tensor" and call.get("mpu") is not None:
             mark_tensor_parallel(head)  # before, because the optimizers in 16 bits copy the mark
         if section.vocab_parallel == "data":
@@ -82,6 +83,7 @@ def attach(engine: Any) -> nn.Module | None:
         )
     head = find_head(model, section)
     _check_no_loss(model, head, section)
+    _check_sequence_parallel(engine.config, engine.mpu)
     layout = layout_of(head, section, engine)
     arguments = {
         "vocab_shard": layout.vocab_shard,
@@ -143,6 +145,16 @@ def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:
             f"{section.where}: the {type(model).__name__} has a loss already, from apply, attach_loss or an earlier "
             "engine. Leave apply and attach_loss to the section, and make a new model for a new engine, or call "
             "remove() on what apply returned, detach_loss(head) otherwise"
+        )
+
+
+def _check_sequence_parallel(config: Mapping[str, Any], mpu: Any) -> None:
+    ranks = number("sequence_parallel_size", config.get("sequence_parallel_size"))
+    if ranks > 1 and mpu is None:
+        raise ValueError(
+            f"sequence_parallel_size: {ranks} without an mpu: DeepSpeed 0.19.8 then reduces no gradients over a "
+            "sequence's ranks in stages 0 to 2. Leave the sizes out and pass mpu, as "
+            "UlyssesSPAttentionHF.register_with_transformers returns it"
         )
 
 

@@ -154,19 +154,19 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
         return
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-    if not isinstance(zero, Mapping) or _number("zero_optimization.stage", stage) != 3:
+    if not isinstance(zero, Mapping) or number("zero_optimization.stage", stage) != 3:
         raise ValueError(
             f'{where}: "data" needs zero_optimization.stage 3, got {stage!r}: only there a parameter has a partition '
             "group of its own; the other stages keep, broadcast and average one copy of it for all data-parallel "
             "ranks"
         )
     tensor_ranks = (config.get("tensor_parallel") or {}).get("autotp_size")
-    if _number("tensor_parallel.autotp_size", tensor_ranks) > 1:
+    if number("tensor_parallel.autotp_size", tensor_ranks) > 1:
         raise ValueError(
             f'{where}: "data" with tensor_parallel.autotp_size {tensor_ranks}: tensor parallelism shards the head '
             'already; use "tensor"'
         )
-    if _number("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
+    if number("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
         raise ValueError(
             f'{where}: "data" with sequence_parallel_size {config["sequence_parallel_size"]}: not supported'
         )
@@ -178,7 +178,7 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
             )
 
 
-def _number(path: str, value: Any) -> int:
+def number(path: str, value: Any) -> int:
     """A count as DeepSpeed takes it, digits in a string included; 0 when absent."""
     try:
         return int(value or 0)
