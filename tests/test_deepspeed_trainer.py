@@ -27,6 +27,7 @@ from flce_dist.integrations.deepspeed import (
     full_head,
     shard_head,
 )
+from flce_dist.integrations.transformers import apply_to_trainer
 from tests.kit.causal_lm import tiny
 from tests.kit.engines import deepspeed_ready
 from tests.kit.workers import Context, Pool
@@ -221,6 +222,8 @@ def _refused(ctx: Context, folder: str) -> None:
             attach_to_trainer(trainer_of(Run(2, arguments={"label_smoothing_factor": 0.1}), folder))
         with pytest.raises(ValueError, match=r"flce_dist\.vocab_parallel: .*stage 3, got 2"):
             attach_to_trainer(trainer_of(Run(2, DATA), folder))
+        with pytest.raises(ValueError, match=r"describes the loss in its section .*attach_to_trainer\(trainer\)"):
+            apply_to_trainer(trainer_of(Run(2), folder))
         with pytest.warns(SectionWarning, match="no section"):
             attach_to_trainer(trainer_of(Run(2, None), folder))
 

@@ -6,8 +6,9 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ...options import LossOptionsDict
 from .engine import initialize
 from .heads import shard_head
 from .section import Section, SectionWarning, read_section
@@ -50,7 +51,7 @@ def attach_to_trainer(trainer: Trainer) -> None:
         TypeError, ValueError: as `attach_to_accelerator`; or a setting of the trainer needs logits, as
             `apply_to_trainer` of the transformers integration says.
     """
-    from ..transformers.trainer import apply_to_trainer, check_settings, count_exactly, has_own_loss
+    from ..transformers.trainer import apply_checked, check_settings, count_exactly, has_own_loss
 
     section = _section_of(trainer.accelerator)
     if section is None:
@@ -62,7 +63,7 @@ def attach_to_trainer(trainer: Trainer) -> None:
                 f"{section.where}.vocab_parallel: a {type(trainer).__name__} computes its loss from a whole head; only "
                 '"none" without tensor parallelism is possible'
             )
-        apply_to_trainer(trainer, **section.options)
+        apply_checked(trainer, (), False, cast(LossOptionsDict, section.options))
         return
     check_settings(trainer)
     if section.vocab_parallel == "data":

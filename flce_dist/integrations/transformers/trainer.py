@@ -35,10 +35,22 @@ def apply_to_trainer(
 
     Raises:
         TypeError: a group is given.
-        ValueError: a setting needs logits, or gives the loss to someone else; the message says what to do.
+        ValueError: a setting needs logits, or gives the loss to someone else, or a DeepSpeed configuration describes
+            another; the message says what to do.
     """
     if "group" in options:
         raise TypeError("apply_to_trainer takes no group: a Trainer gives each rank tokens of its own")
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if plugin is not None and "flce_dist" in plugin.deepspeed_config:
+        raise ValueError(
+            'the DeepSpeed configuration describes the loss in its section "flce_dist", which this would ignore: call '
+            "attach_to_trainer(trainer) of flce_dist.integrations.deepspeed instead, or take the section out"
+        )
+    return apply_checked(trainer, aux, eval_logits, options)
+
+
+def apply_checked(trainer: Trainer, aux: Sequence[str], eval_logits: bool, options: LossOptionsDict) -> FusedLoss:
+    """`apply_to_trainer`, wherever the options come from."""
     check_settings(trainer, eval_logits=eval_logits)
     if has_own_loss(trainer):
         handle = _apply_to_sft(trainer, aux, options)
