@@ -144,7 +144,7 @@ def checked_arguments(
     agreed = checks.agree(
         group,
         str(given.options.get("check_ranks", "auto")),
-        all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
+        all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)),  # one alone may be elsewhere
         None if args is None else args.shard.vocab_size,
         error,
         lambda: summarize(_present(args), compiled_needs),
