@@ -311,3 +311,20 @@ def test_weights_that_only_ignored_tokens_have_may_be_anything(name: str) -> Non
         results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
     for actual, wanted in zip(results[1], results[0], strict=True):
         assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"backward": "recompute"}, {"label_smoothing": 0.1, "bias": True}], ids=str)
+def test_the_meta_device_gives_shapes_and_dtypes(reduction: str, options: dict[str, Any]) -> None:
+    """As torch's own losses do, without data and without Triton."""
+    kinds: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight, bias = (torch.empty(*shape, **kinds) for shape in ((2, 3, 8), (21, 8), (21,)))
+    keywords = {**options, "bias": bias} if "bias" in options else options
+    target = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    output = linear_cross_entropy(hidden, weight, target, reduction=reduction, aux=("lse", "num_valid"), **keywords)
+    output.loss.sum().backward()
+    assert output.loss.shape == ((2, 3) if reduction == "none" else ())
+    assert (output.loss.dtype, output.loss.device.type) == (torch.float32, "meta")
+    assert (output.lse.shape, output.num_valid.dtype) == ((2, 3), torch.int64)
+    for leaf in (hidden, weight, *([bias] if "bias" in options else [])):
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, torch.bfloat16)
