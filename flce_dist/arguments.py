@@ -144,7 +144,7 @@ def checked_arguments(
     agreed = checks.agree(
         group,
         str(given.options.get("check_ranks", "auto")),
-        all(t.device.type == "cpu" for t in given[:3] if isinstance(t, Tensor)),
+        all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)),  # one alone may be elsewhere
         None if args is None else args.shard.vocab_size,
         error,
         lambda: summarize(_present(args), compiled_needs),
@@ -312,9 +312,14 @@ def _local_tokens(tensor: Tensor, given: Given) -> Tensor:
     )
 
 
+def under_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device; torch raises where it does not know autocast, as on "meta"."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def autocast(given: Given) -> Given:
     """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
-    if not isinstance(given.hidden, Tensor) or not torch.is_autocast_enabled(given.hidden.device.type):
+    if not isinstance(given.hidden, Tensor) or not under_autocast(given.hidden.device):
         return given
     if not isinstance(given.weight, Tensor):
         return given

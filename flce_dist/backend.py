@@ -18,7 +18,7 @@ def row_kernels(backend: str, device: torch.device) -> ModuleType:
     Raises:
         ValueError: "triton" where it cannot run, with the reason.
     """
-    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+    if backend == "torch" or (backend == "auto" and device.type in ("cpu", "meta")):
         return importlib.import_module(".kernels.torch_rows", __package__)
     reason = _why_no_triton(device)
     if reason is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
-from .arguments import Arguments
+from .arguments import Arguments, under_autocast
 from .checks import Agreed
 from .kernels.spec import RowSpec, stats_dtype
 from .op import Call, Needs, RowInputs
@@ -151,7 +151,7 @@ def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str,
 def on_device(device: torch.device) -> Iterator[None]:
     """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
     with contextlib.ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
+        if under_autocast(device):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             stack.enter_context(torch.cuda.device(device))

@@ -265,8 +265,10 @@ def agree(
 def _disagreement(summaries: list[Summary]) -> str | None:
     first = summaries[0]
     for key in first.equal:
-        values = [s.equal.get(key) for s in summaries]
+        values: list[Any] = [s.equal.get(key) for s in summaries]
         if any(value != values[0] for value in values):
+            if isinstance(values[0], dict):
+                values = [{k: v for k, v in mine.items() if any(v != other[k] for other in values)} for mine in values]
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             hint = f": {_OTHER_DATA}" if key in _DATA else ""
             return f"the ranks of the group must agree about {key}, got {each}{hint}"

@@ -205,6 +205,8 @@ def recompute(
     or one a token, is folded into the rows' coefficients."""
     if call.options.reduction == "none":
         grad_loss = call.tokens.to_loop(grad_loss.contiguous(), fill=0.0)
+        # What the caller computes from losses of 0 may be infinite: the root's derivative is.
+        grad_loss = torch.where(call.inputs.valid, grad_loss, 0.0)
     _, gradients = run_chunks(call, hidden, weight, bias, grad_loss * call.options.logit_scale, stats)
     if gradients.hidden is not None and call.hidden_grad_scale != 1.0:
         gradients.hidden.mul_(call.hidden_grad_scale)

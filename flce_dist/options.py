@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypedDict
@@ -136,9 +136,7 @@ class LossOptions:
         parsed: dict[str, Any] = {}
         for key, value in values.items():
             if key not in names:
-                close = difflib.get_close_matches(str(key), names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-                raise ValueError(f"{where}.{key}: unknown key; {hint}")
+                raise ValueError(f"{where}.{key}: unknown key; {nearest(key, names)}")
             if key.endswith("_dtype") and isinstance(value, str):
                 if value not in DTYPES:
                     raise ValueError(f"{where}.{key}: expected one of {', '.join(DTYPES)}, got {value!r}")
@@ -188,10 +186,19 @@ def options_of(values: Mapping[str, Any]) -> LossOptions:
     Raises:
         TypeError, ValueError: as `LossOptions`.
     """
+    for name in values:
+        if name not in LossOptionsDict.__annotations__:
+            raise TypeError(f"unknown option {name!r}; {nearest(name, LossOptionsDict.__annotations__)}")
     try:
         return _known_options(**values)
-    except TypeError:  # no option, or a value of a wrong type, which may not be a key of the cache
+    except TypeError:  # a value of a wrong type, which may not be a key of the cache
         return LossOptions(**values)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What to say of a name that is none of the known ones."""
+    close = difflib.get_close_matches(str(name), known := list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def parse_bytes(name: str, value: int | str) -> int:

@@ -37,7 +37,7 @@ def row_weights(
     class_of_target = per_token
     if class_weight is not None:
         # A target outside the vocabulary is reported later, on all ranks; here it must only not fault.
-        class_of_target = per_token * class_weight.to(dtype)[target.clamp(0, vocab_size - 1)]
+        class_of_target = torch.where(valid, class_weight.to(dtype)[target.clamp(0, vocab_size - 1)], 0.0)
     divisor: Tensor | float = 1.0
     square_divisor: Tensor | float = 1.0
     if options.reduction == "mean":
@@ -48,7 +48,7 @@ def row_weights(
             if class_weight is not None:
                 divisor = _never_zero(class_of_target.sum())
     if token_weight is not None:
-        weight = token_weight.to(dtype)
+        weight = torch.where(valid, token_weight.to(dtype), 0.0)
         class_of_target, per_token = class_of_target * weight, per_token * weight
     smoothing = options.label_smoothing
     return RowWeights(

@@ -352,3 +352,10 @@ def test_an_error_that_all_ranks_find_needs_no_exchange(check_ranks: str, worker
     assert all(outcome.error is None for outcome in outcomes(workers, 2, {}, check_ranks="first"))
     found = outcomes(workers, 2, {}, check_ranks=check_ranks, class_weight=torch.ones(V + 1))
     assert_all_raise(found, "ValueError", "class_weight", str(V + 1))
+
+
+def test_a_tensor_on_another_device_on_one_rank_of_a_known_group(workers: Pool) -> None:
+    """Which device a rank's tensors are on must not decide alone whether it meets the others."""
+    assert all(outcome.error is None for outcome in outcomes(workers, 2, {}))
+    found = outcomes(workers, 2, {1: {"hidden": torch.empty(N, H, device="meta")}})
+    assert_all_raise(found, "ValueError", "device")

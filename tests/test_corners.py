@@ -263,3 +263,68 @@ def test_hooks_on_loss_and_inputs() -> None:
     compare.assert_close(weight.grad, 3 * expected.weight_grad, 1e-5, "weight gradient")
     assert len(complete) == 1
     assert complete[0] is weight
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_an_infinite_upstream_gradient_of_an_ignored_token(
+    backend: str, smoothing: float, request: pytest.FixtureRequest
+) -> None:
+    """Its loss is 0, where a root has no finite derivative; the other tokens' gradients are not touched."""
+    pool: Pool = request.getfixturevalue("workers" if backend == "torch" else "interpreted_workers")
+    (answer, expected), *_ = pool.run(1, _root_of_losses, backend, smoothing)
+    for name, actual, wanted in zip(("hidden", "weight"), answer, expected, strict=True):
+        compare.assert_close(actual, wanted, 1e-5, f"{name} gradient")
+
+
+def _root_of_losses(ctx: Context, backend: str, smoothing: float) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (6, 21))
+    target = torch.tensor([3, -100, 20, 0, -100, 7])
+    losses = linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        reduction="none",
+        backend=backend,
+        label_smoothing=smoothing,  # type: ignore[arg-type]
+    )
+    answer = torch.autograd.grad(losses.sqrt().sum(), (hidden, weight))
+    exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    reference = torch.nn.functional.cross_entropy(
+        exact[0] @ exact[1].T, target, reduction="none", label_smoothing=smoothing
+    )
+    return answer, torch.autograd.grad(reference[target >= 0].sqrt().sum(), exact)
+
+
+@pytest.mark.parametrize("name", ["token_weight", "class_weight"])
+def test_weights_that_only_ignored_tokens_have_may_be_anything(name: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (4, 5))
+    target = torch.tensor([-100, 2, 4, -100])
+    tame, wild = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0]), torch.tensor([math.nan, 2.0, 0.5, math.inf, 3.0])
+    size = 4 if name == "token_weight" else 5
+    results = []
+    for values in (tame, wild):
+        keywords: dict[str, Any] = {name: values[:size]}
+        loss = linear_cross_entropy(hidden, weight, target, **keywords)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    for actual, wanted in zip(results[1], results[0], strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, {"backward": "recompute"}, {"label_smoothing": 0.1, "bias": True}], ids=str)
+def test_the_meta_device_gives_shapes_and_dtypes(reduction: str, options: dict[str, Any]) -> None:
+    """As torch's own losses do, without data and without Triton."""
+    kinds: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight, bias = (torch.empty(*shape, **kinds) for shape in ((2, 3, 8), (21, 8), (21,)))
+    keywords = {**options, "bias": bias} if "bias" in options else options
+    target = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    output = linear_cross_entropy(hidden, weight, target, reduction=reduction, aux=("lse", "num_valid"), **keywords)
+    output.loss.sum().backward()
+    assert output.loss.shape == ((2, 3) if reduction == "none" else ())
+    assert (output.loss.dtype, output.loss.device.type) == (torch.float32, "meta")
+    assert (output.lse.shape, output.num_valid.dtype) == ((2, 3), torch.int64)
+    for leaf in (hidden, weight, *([bias] if "bias" in options else [])):
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, torch.bfloat16)

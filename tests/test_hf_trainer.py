@@ -198,6 +198,30 @@ def test_other_set_ups_that_are_refused(tmp_path: Path) -> None:
         apply_to_trainer(run)
 
 
+class _OwnLoss(transformers.Trainer):  # type: ignore[name-defined, misc]
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class _AsksTheModel(transformers.Trainer):  # type: ignore[name-defined, misc]
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(**inputs).loss
+
+
+def test_a_loss_that_the_trainer_makes_of_logits_is_noticed(tmp_path: Path) -> None:
+    own = _OwnLoss(model=tiny(), args=arguments(tmp_path / "own"), train_dataset=examples())
+    handle = apply_to_trainer(own, z_loss=1.0)
+    with pytest.raises(UnsupportedForward, match="_OwnLoss computed a loss of its own"):
+        own.train()
+    handle.remove()
+    assert "training_step" not in vars(own)
+    asking = _AsksTheModel(model=tiny(), args=arguments(tmp_path / "asking"), train_dataset=examples())
+    apply_to_trainer(asking)
+    asking.train()
+
+
 def test_label_smoothing_is_an_option_here(tmp_path: Path) -> None:
     run = trainer(tmp_path / "stock", label_smoothing_factor=0.1)
     run.train()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import flce_dist
 from flce_dist import LossOptions
 from flce_dist.options import LossOptionsDict
 
@@ -140,3 +141,11 @@ def test_from_dict_of_the_defaults_is_the_default() -> None:
 def test_budgets_are_read(text: str, num_bytes: int) -> None:
     assert LossOptions(logits_budget=text).budget_bytes == num_bytes
     assert LossOptions(logits_budget=num_bytes).budget_bytes == num_bytes
+
+
+def test_an_unknown_option_names_its_nearest() -> None:
+    hidden, weight, target = torch.randn(2, 4), torch.randn(3, 4), torch.tensor([0, 1])
+    with pytest.raises(TypeError, match="unknown option 'zloss'; did you mean 'z_loss'"):
+        flce_dist.linear_cross_entropy(hidden, weight, target, zloss=1.0)
+    with pytest.raises(TypeError, match="unknown option 'foo'; known: reduction, "):
+        flce_dist.VocabParallelHead(4, 3, foo=1)

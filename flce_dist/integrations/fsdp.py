@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..arguments import sharding_group
 from ..attach import attach_loss
 from ..head import VocabParallelHead
-from ..options import LossOptions, LossOptionsDict
+from ..options import LossOptionsDict, options_of
 from ..shard import VocabShard
 
 _PER_TOKEN = ("target", "token_weight")
@@ -63,7 +63,7 @@ class FlceParallel(ParallelStyle):
         **options: Unpack[LossOptionsDict],
     ) -> None:
         super().__init__()
-        LossOptions(**options)
+        options_of(options)
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
         if not isinstance(self.input_layouts, Replicate | Shard) or getattr(self.input_layouts, "dim", 0) < 0:
             raise ValueError(f"input_layouts must be Replicate() or Shard(dim) with dim >= 0, got {input_layouts}")

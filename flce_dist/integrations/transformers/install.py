@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import collectives
 from ...arguments import AUX_NAMES
-from ...options import LossOptions, LossOptionsDict
+from ...options import LossOptions, LossOptionsDict, nearest
 from ...shard import VocabShard
 from . import after_head, heads
 from .fused import ATTRIBUTE, FusedLoss, Head, base_model, head_forward, keep_returned, loss_function, model_forward
@@ -133,9 +132,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     known = [name for name in known if name not in ("model", "options")]
     for name in options:
         if name not in LossOptionsDict.__annotations__:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise TypeError(f"unknown option {name!r}; {hint}")
+            raise TypeError(f"unknown option {name!r}; {nearest(name, known)}")
 
 
 def _check_model(model: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from ...options import LossOptionsDict
 from .fused import ATTRIBUTE, FusedLoss, base_model
 from .install import apply
+from .verify import UnsupportedForward
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -56,7 +57,7 @@ def apply_checked(trainer: Trainer, aux: Sequence[str], eval_logits: bool, optio
         handle = _apply_to_sft(trainer, aux, options)
     else:
         handle = apply(trainer.model, aux=aux, eval_logits=eval_logits, **options)
-    handle.on_remove.append(count_exactly(trainer))
+    handle.on_remove += [count_exactly(trainer), _check_use(trainer, handle)]
     return handle
 
 
@@ -103,6 +104,26 @@ def count_exactly(trainer: Any) -> Callable[[], None]:
 
     trainer._get_num_items_in_batch = exact
     return lambda: delattr(trainer, "_get_num_items_in_batch")
+
+
+def _check_use(trainer: Any, handle: FusedLoss) -> Callable[[], None]:
+    """Raises when a training step made its loss without the model's, which only the step can tell: a trainer may have
+    a `compute_loss` of its own that still asks the model for it. Returns what undoes it."""
+    step = trainer.training_step
+
+    @wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        before = handle.num_calls[True]
+        result = step(*args, **kwargs)
+        if handle.num_calls[True] == before:
+            raise UnsupportedForward(
+                f"{type(trainer).__name__} computed a loss of its own in a training step, in which the model was not "
+                "called with labels: let its compute_loss return model(**inputs).loss, or leave this loss out"
+            )
+        return result
+
+    trainer.training_step = checked
+    return lambda: delattr(trainer, "training_step")
 
 
 def _apply_to_sft(trainer: Any, aux: Sequence[str], options: LossOptionsDict) -> FusedLoss:
