@@ -80,7 +80,7 @@ def test_a_forward_that_was_set_on_the_head_is_refused(patch: Callable[[Any], No
     if hooked:
         hooks = pytest.importorskip("accelerate.hooks", reason="needs accelerate: pip install flce_dist[hf]")
         hooks.add_hook_to_module(model.lm_head, hooks.ModelHook())
-    with pytest.raises(TypeError, match=r"another forward than its class, .*lambda"):
+    with pytest.raises(TypeError, match=r"another forward than its class, set on the instance: .*lambda"):
         apply(model)
     assert "loss_function" not in vars(model)
 

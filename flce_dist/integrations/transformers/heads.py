@@ -83,9 +83,9 @@ def check_forward(head: nn.Module) -> None:
         if forward is None or getattr(forward, "__func__", None) is type(head).forward or is_of_framework(forward):
             continue
         raise TypeError(
-            f"the head ({type(head).__name__}) has another forward than its class, "
-            f"{getattr(forward, '__qualname__', forward)}, set on the instance: what it computes would be left out of the "
-            "loss. Take it off (del head.forward); a factor or a softcap behind the head belongs in the model's forward (logit_scale=, softcap=)"
+            f"the head ({type(head).__name__}) has another forward than its class, set on the instance: "
+            f"{getattr(forward, '__qualname__', forward)}. What it computes would be left out of the loss. Take it off "
+            "(del head.forward); a factor or a softcap belongs in the model's forward (logit_scale=, softcap=)"
         )
 
 

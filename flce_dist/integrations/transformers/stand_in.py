@@ -96,8 +96,8 @@ class StandIn(Tensor):
                 raise UnsupportedForward(
                     f"{first.state.model} uses its logits in another way than was declared, by {name}: between head "
                     "and loss a model may scale, shift and cap them (logit_scale=, softcap=), cast and move them. "
-                    "z_loss= adds a penalty on them to the loss; other numbers of the logits are outputs of the loss (aux=) or "
-                    "need logits (model(..., logits_to_keep=n), or a call without labels)"
+                    "z_loss= adds a penalty on them to the loss; other numbers of the logits are outputs of the loss "
+                    "(aux=) or need logits (model(..., logits_to_keep=n), or a call without labels)"
                 )
             if torch.is_grad_enabled() and any(t.requires_grad for t in tensors if not isinstance(t, cls)):
                 raise UnsupportedForward(
