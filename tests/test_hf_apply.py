@@ -319,7 +319,7 @@ def _change_loss(model: Any, change: Any) -> None:
         (lambda f, x, y: f(x, y[:, 1:]), "other labels"),
         (lambda f, x, y: f(x, y, ignore_index=-1), "ignore_index=-1 was passed, but -100 to apply"),
         (lambda f, x, y: f(torch.zeros(()), y), "something else than what its head returned"),
-        (lambda f, x, y: f(x.max(-1)[0], y), "something else than what its head returned"),
+        (lambda f, x, y: f(x.max(-1)[0], y), "another way than was declared, by max"),
     ],
     ids=[
         "two losses",
@@ -375,7 +375,9 @@ def test_any_other_use_of_the_logits_is_refused_in_whichever_step_it_begins(use:
     for _ in range(6):
         model(input_ids=TEXT, labels=LABELS)
     begun = True
-    with pytest.raises(UnsupportedForward, match=r"uses its logits twice, by .* and by"):
+    with pytest.raises(
+        UnsupportedForward, match=r"uses its logits (twice, by .* and by|in another way .*, by logsumexp)"
+    ):
         model(input_ids=TEXT, labels=LABELS)
     begun = False
     assert type(model(input_ids=TEXT, labels=LABELS).loss) is torch.Tensor
@@ -385,10 +387,9 @@ def test_any_other_use_of_the_logits_is_refused_in_whichever_step_it_begins(use:
     "change",
     [
         lambda f, x, y: f(x.to(x.device, x.dtype).contiguous().float(), y),
-        lambda f, x, y: f(x.mul_(1), y),
         lambda f, x, y: f(x, y.to(x.device)) if x.shape == x.size() and x.ndim == 0 and repr(x) else None,
     ],
-    ids=["moved", "in place", "asked for its form"],
+    ids=["moved", "asked for its form"],
 )
 def test_what_leaves_logits_as_they_are_is_no_use_of_them(change: Any) -> None:
     model = tiny()
@@ -484,7 +485,7 @@ def test_a_head_that_is_called_twice_is_refused() -> None:
     model = tiny()
     apply(model)
     head = model.lm_head
-    model.model.register_forward_hook(lambda module, args, output: head(output.last_hidden_state) and None)
+    model.model.register_forward_hook(lambda module, args, output: [head(output.last_hidden_state)].clear())
     with pytest.raises(RuntimeError, match="twice"):
         model(input_ids=TEXT, labels=LABELS)
 

@@ -206,8 +206,19 @@ def _no_logits(*args: Any, **kwargs: Any) -> Tensor:
     )
 
 
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
 def _scale_gradient(output: Tensor | LossOutput, factor: int) -> Tensor | LossOutput:
-    """`output` with its gradient times `factor`, by autograd alone: the second term is zero."""
+    """`output` with its gradient times `factor`."""
     loss = output.loss if isinstance(output, LossOutput) else output
-    scaled = loss + (factor - 1) * (loss - loss.detach())
+    scaled: Tensor = _ScaledGradient.apply(loss, factor)
     return output._replace(loss=scaled) if isinstance(output, LossOutput) else scaled

@@ -30,6 +30,8 @@ from .verify import (
     HOST_CHECKS,
     UnsupportedForward,
     check_after_head,
+    check_gradient_hooks,
+    check_graph,
     check_labels,
     check_unchanged,
     is_number,
@@ -54,10 +56,12 @@ class _Call:
     """`logits_to_keep`, when the caller asked for logits."""
     probe: float
     """What the head returns."""
-    version: int | None
-    """Of `labels`, which counts writes to them."""
+    versions: tuple[int | None, int | None]
+    """Of `labels` and `shift_labels`, which count writes to them."""
     output: LossOutput | None = None
     logits: Tensor | None = None
+    node: Any = None
+    """In the graph, of what the head's forward returned; None without gradient, and in what is compiled."""
     returned: Tensor | None = None
     """What the head module returned, after the hooks of all frameworks."""
     received: Tensor | None = None
@@ -169,7 +173,7 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         shift_labels=shift_labels,
         keep=keep,
         probe=shared.after.probe(-1 if shared.num_calls[self.training] % 2 == 0 else 1),
-        version=version_of(given["labels"]),
+        versions=(version_of(given["labels"]), version_of(shift_labels)),
     )
     shared.num_calls[self.training] += 1
     shared.call = call
@@ -232,9 +236,12 @@ def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> 
         with torch.no_grad():
             kept = hidden[:, slice(-call.keep, None) if isinstance(call.keep, int) else call.keep]
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
+    check_gradient_hooks(type(shared.model).__name__, self)
     hooks: Any = self._forward_hooks
     hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
-    return _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe))
+    made = _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe), type(shared.model).__name__)
+    call.node = None if torch.compiler.is_compiling() else made.grad_fn
+    return made
 
 
 def keep_returned(module: nn.Module, args: Any, output: Any) -> Any:
@@ -243,7 +250,9 @@ def keep_returned(module: nn.Module, args: Any, output: Any) -> Any:
     if call is None:
         return None
     if not torch.compiler.is_compiling():
-        output = StandIn.of(output, type(shared.model).__name__)
+        if not isinstance(output, StandIn):  # of a hook
+            output = StandIn.of(output, type(shared.model).__name__)
+        output.state.in_head = False
     call.returned = output
     return output
 
@@ -276,34 +285,39 @@ def loss_function(
         if not isinstance(logits, StandIn):
             raise UnsupportedForward(f"{name} gave its loss function something else than what its head returned")
         logits.use("its loss function")
+        check_graph(name, call.node, logits)
     host = shared.num_calls[self.training] <= HOST_CHECKS
     check_after_head(name, shared.after, call.probe, plain(logits), host)
     if labels is not None and labels is not call.labels:
         check_labels(name, labels, call.labels, host)
     if shift_labels is not None and shift_labels is not call.shift_labels:
         check_labels(name, shift_labels, call.target, host)
-    check_unchanged(name, call.labels, call.version)
+    for given, version in zip((call.labels, call.shift_labels), call.versions, strict=True):
+        check_unchanged(name, given, version)
     if ignore_index not in (None, shared.ignore_index):
         raise UnsupportedForward(f"ignore_index={ignore_index} was passed, but {shared.ignore_index} to apply()")
+    if call.shift_labels is not None and shift_labels is None:
+        raise UnsupportedForward(f"{name} was given shift_labels, but does not hand them to its loss function")
     if call.num_items is not None and num_items_in_batch is None:
         raise UnsupportedForward(f"{name} was given num_items_in_batch, but does not hand it to its loss function")
     if num_items_in_batch is not call.num_items and not is_number(num_items_in_batch, call.num_items):
         raise UnsupportedForward(f"{name} gives its loss function another num_items_in_batch than it was given")
     call.received, call.delivered = logits, True
-    return _WithValue.apply(call.returned, call.output.loss)
+    return _WithValue.apply(call.returned, call.output.loss, None)
 
 
 class _WithValue(torch.autograd.Function):
-    """A 0-d tensor with the gradient of one and the value of another."""
+    """A 0-d tensor with the gradient of one and the value of another; with a model's name, a `StandIn` for it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, model: str | None) -> Tensor:
         ctx.dtype = tensor.dtype
-        return value.clone()
+        value = value.clone()
+        return value if model is None or torch.compiler.is_compiling() else StandIn.new(value, model)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:

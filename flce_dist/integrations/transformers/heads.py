@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ...attach import attach_loss, detach_loss
 from ...head import VocabParallelHead
 from ...options import LossOptions, LossOptionsDict
+from .verify import is_of_framework
 
 _FORMER = "_flce_former_options"
 _OPTIONS = frozenset(LossOptionsDict.__annotations__)
@@ -69,6 +70,23 @@ def tensor_parallel_group(model: Any, head: nn.Module) -> dist.ProcessGroup | No
     if not isinstance(getattr(head, "weight", None), DTensor) or (getattr(model, "tp_size", None) or 1) == 1:
         return None
     return model._mesh_manager.get_mesh("tp").get_group()
+
+
+def check_forward(head: nn.Module) -> None:
+    """
+    Raises:
+        TypeError: somebody put a forward of his own in the place of the head's.
+    """
+    own = vars(head)
+    for name in ("forward", "_old_forward") if "_hf_hook" in own else ("forward",):  # accelerate's keeps the other
+        forward = own.get(name)
+        if forward is None or getattr(forward, "__func__", None) is type(head).forward or is_of_framework(forward):
+            continue
+        raise TypeError(
+            f"the head ({type(head).__name__}) has another forward than its class, set on the instance: "
+            f"{getattr(forward, '__qualname__', forward)}. What it computes would be left out of the loss. Take it off "
+            "(del head.forward); a factor or a softcap belongs in the model's forward (logit_scale=, softcap=)"
+        )
 
 
 def give_loss(head: nn.Module, group: dist.ProcessGroup | None, **arguments: Any) -> None:

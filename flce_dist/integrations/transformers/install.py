@@ -60,7 +60,8 @@ def apply(
         The handle: `remove()` undoes it, `output` is the last `LossOutput`.
 
     Raises:
-        TypeError: the head is not linear, or has an adapter; `model` is something else, or inside of a wrapper.
+        TypeError: the head is not linear, or has an adapter or a forward of its own; `model` is something else, or
+            inside of a wrapper.
         ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
 
     The model's forward raises UnsupportedForward, a RuntimeError, when the logits are changed after the head in a way
@@ -77,6 +78,8 @@ def apply(
     if isinstance(aux, str) or not set(aux) <= set(AUX_NAMES):
         raise ValueError(f"aux must be a sequence of names among {', '.join(AUX_NAMES)}, got {aux!r}")
     found = heads.find_heads(base)
+    for head in found:
+        heads.check_forward(head)
     place = group if group is not None else heads.tensor_parallel_group(base, found[0])
     group = place.get_group() if isinstance(place, DeviceMesh) else place
     size = collectives.world_size(group)

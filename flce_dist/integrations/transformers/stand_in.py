@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .verify import UnsupportedForward
+from .verify import UnsupportedForward, is_of_framework
 
-# What is not its value; among it what debuggers and FSDP1 ask of a module's output.
+# What is not its value; among it what debuggers ask of a module's output.
 _FREE = {"dim", "size", "numel", "stride", "element_size", "get_device", "is_floating_point", "is_contiguous"}
-_FREE |= {"register_hook", "__repr__", "__hash__"}
+_FREE |= {"__repr__", "__hash__"}
 # The same number in another place; accelerate's hooks do it to all outputs of a model.
 _MOVES = {"to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous"}
+# What models do with logits, number by number: the number that comes out says what it was. Others, along the
+# vocabulary, may leave a single number as it is; those in place would change the graph of what the head returned.
+_CHANGES = {"mul", "__mul__", "__rmul__", "div", "__truediv__", "add", "__add__", "__radd__", "sub", "__sub__", "tanh"}
+_CHANGES |= {"clone", "view", "reshape", "__getitem__"}
 
 
 @dataclass
@@ -24,6 +28,8 @@ class _Use:
 
     model: str
     by: str | None = None
+    in_head: bool = False
+    """Whether the head's forward hooks are still to come."""
 
 
 class StandIn(Tensor):
@@ -34,9 +40,16 @@ class StandIn(Tensor):
     state: _Use
 
     @classmethod
-    def of(cls, tensor: Tensor, model: str) -> StandIn:
+    def of(cls, tensor: Tensor, model: str, in_head: bool = False) -> StandIn:
         """A new one for the model of this name."""
-        return cls._made(tensor, _Use(model))
+        return cls._made(tensor, _Use(model, in_head=in_head))
+
+    @classmethod
+    def new(cls, value: Tensor, model: str) -> StandIn:
+        """What a head's forward returns; not a view, of which FSDP2 would warn."""
+        made: StandIn = torch.Tensor._make_subclass(cls, value)
+        made.state = _Use(model, in_head=True)
+        return made
 
     @classmethod
     def _made(cls, tensor: Tensor, state: _Use) -> StandIn:
@@ -68,6 +81,8 @@ class StandIn(Tensor):
                     return found
             if name in _FREE:
                 return func(*args, **keywords)
+            if name == "register_hook" and is_of_framework(args[1]):  # FSDP's, which wait for any gradient
+                return func(*args, **keywords)
             tensors = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Tensor)]
             used = {id(tensor): tensor for tensor in tensors if isinstance(tensor, cls)}
             first = next(iter(used.values()))
@@ -76,16 +91,21 @@ class StandIn(Tensor):
                 return result if result is first else cls._made(result, first.state)
             for each in used.values():
                 each.use(name)
+            # DeepSpeed detaches in an autograd function of its own.
+            if name not in _CHANGES and not (name == "detach" and first.state.in_head):
+                raise UnsupportedForward(
+                    f"{first.state.model} uses its logits in another way than was declared, by {name}: between head "
+                    "and loss a model may scale, shift and cap them (logit_scale=, softcap=), cast and move them. "
+                    "z_loss= adds a penalty on them to the loss; other numbers of the logits are outputs of the loss "
+                    "(aux=) or need logits (model(..., logits_to_keep=n), or a call without labels)"
+                )
             if torch.is_grad_enabled() and any(t.requires_grad for t in tensors if not isinstance(t, cls)):
                 raise UnsupportedForward(
                     f"{first.state.model} changes its logits by a trained parameter (in {name}; an adapter on its "
                     "head, a learned temperature?), which would get no gradient"
                 )
             result = func(*args, **keywords)
-            if id(result) in used:  # in place
-                result.state.by = None
-                return result
-            return cls.of(result, first.state.model) if isinstance(result, Tensor) else result
+            return cls.of(result, first.state.model, first.state.in_head) if isinstance(result, Tensor) else result
 
 
 def plain(tensor: Tensor) -> Tensor:

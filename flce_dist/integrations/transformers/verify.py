@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .after_head import AfterHead
 
@@ -15,6 +17,55 @@ HOST_CHECKS = 4
 
 class UnsupportedForward(RuntimeError):
     """The model's forward did what a loss that is computed in its head cannot follow."""
+
+
+_FRAMEWORKS = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "flce_dist.")
+"""Whose hooks and autograd functions around a head move its output and its parameters, and change no value."""
+
+
+def is_of_framework(function: Any) -> bool:
+    """Whether a function, method or partial was written by one of the frameworks that wrap modules."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    # Not __module__, which functools.wraps copies from what it wraps.
+    name = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", None))
+    return isinstance(name, str) and name.startswith(_FRAMEWORKS)
+
+
+def check_gradient_hooks(name: str, head: Any) -> None:
+    """
+    Raises:
+        UnsupportedForward: the head has backward hooks, which would be given the gradient of its logits.
+    """
+    for hook in (*head._backward_hooks.values(), *head._backward_pre_hooks.values()):
+        raise UnsupportedForward(
+            f"the head of {name} has the backward hook {getattr(hook, '__qualname__', hook)}, but there will be no "
+            "gradient of its logits that it could be given: remove it, or hook what comes before the head"
+        )
+
+
+def check_graph(name: str, made: Any, logits: Tensor) -> None:
+    """
+    Raises:
+        UnsupportedForward: `logits`, which the loss function was given, do not lead back to the graph's node `made` of
+            what the head returned, or by an autograd function that may do anything to their gradient.
+    """
+    if (made is not None) != logits.requires_grad:
+        without = "without their gradient (detach(), no_grad?)" if made is not None else "with a gradient of their own"
+        raise UnsupportedForward(f"{name} gave its loss function logits {without}, but the loss has that of its head")
+    node: Any = logits.grad_fn
+    while node is not None and node is not made:
+        function = getattr(type(node), "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        if function is not None and not function.__module__.startswith(_FRAMEWORKS):
+            raise UnsupportedForward(
+                f"{name} changes its logits in another way than was declared, by the autograd function "
+                f"{function.__qualname__}, whose gradient may be anything: leave it out while the loss is computed in "
+                "the head"
+            )
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    if node is not made:
+        raise UnsupportedForward(f"{name} gave its loss function something else than what its head returned")
 
 
 def check_after_head(name: str, after: AfterHead, probe: float, logits: Tensor, host: bool) -> None:
@@ -56,17 +107,19 @@ def is_number(value: Any, other: Any) -> bool:
     return isinstance(value, int | float) and value == other
 
 
-def version_of(labels: Tensor) -> int | None:
+def version_of(labels: Tensor | None) -> int | None:
     """How often a tensor was written to; None where torch does not count."""
-    return None if torch.compiler.is_compiling() or labels.is_inference() else labels._version
+    if labels is None or torch.compiler.is_compiling() or labels.is_inference():
+        return None
+    return labels._version
 
 
-def check_unchanged(name: str, labels: Tensor, version: int | None) -> None:
+def check_unchanged(name: str, labels: Tensor | None, version: int | None) -> None:
     """
     Raises:
         UnsupportedForward: the model wrote to the labels, after the head's targets were made of them.
     """
-    if version is not None and labels._version != version:
+    if labels is not None and version is not None and labels._version != version:
         raise UnsupportedForward(f"{name} changes its labels in place: change them before it is called")
 
 
