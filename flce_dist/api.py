@@ -118,6 +118,13 @@ def linear_cross_entropy(
         return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss
 
 
+def scale_gradient(output: Tensor | LossOutput, factor: float) -> Tensor | LossOutput:
+    """`output` with the gradients of its loss times `factor`, by autograd alone: the second term is zero."""
+    loss = output.loss if isinstance(output, LossOutput) else output
+    scaled = loss + (factor - 1) * (loss - loss.detach())
+    return output._replace(loss=scaled) if isinstance(output, LossOutput) else scaled
+
+
 def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.ProcessGroup | None = None) -> Tensor:
     """Tokens of `target` that are not `ignore_index`, summed over the ranks of `group` when given (one all-reduce).
 
