@@ -118,6 +118,24 @@ def linear_cross_entropy(
         return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss
 
 
+def scale_gradient(output: Tensor | LossOutput, factor: float) -> Tensor | LossOutput:
+    """`output` with the gradients of its loss times `factor`."""
+    loss = output.loss if isinstance(output, LossOutput) else output
+    scaled: Tensor = _ScaledGradient.apply(loss, factor)
+    return output._replace(loss=scaled) if isinstance(output, LossOutput) else scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
 def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.ProcessGroup | None = None) -> Tensor:
     """Tokens of `target` that are not `ignore_index`, summed over the ranks of `group` when given (one all-reduce).
 

@@ -243,6 +243,43 @@ def test_the_head_is_gathered_as_often_as_with_a_stock_loss_where_each_module_ga
     assert ours == stock
 
 
+def _own_cross_entropy(ctx: Context, kind: str) -> list[str]:
+    """What is warned of in two steps. In evaluation and without labels the head gives logits, which is no fault."""
+    cell = Cell(3)
+    with deepspeed_ready(ctx), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = make_model(cell)
+
+        def forward(ids: Tensor, labels: Tensor | None = None) -> Tensor:
+            hidden = model.hidden(ids)
+            if labels is None:
+                return model.lm_head(hidden)
+            if kind == "by the head":
+                return model.lm_head(hidden, target=labels)
+            return F.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+        model.forward = forward
+        engine = engine_of(cell, model)
+        ids, labels = inputs_of(cell, ctx)
+        engine.eval()
+        with torch.no_grad():
+            assert engine(ids).shape == (*ids.shape, 37)
+        engine.train()
+        for _ in range(2):
+            engine.backward(engine(ids, labels))
+            engine.step()
+        engine.destroy()
+        return [str(warning.message) for warning in caught if issubclass(warning.category, SectionWarning)]
+
+
+def test_a_model_with_a_loss_of_its_own_warns_in_the_first_step(engine_workers: Engines) -> None:
+    for warned in engine_workers(2).run(2, _own_cross_entropy, "of its own"):
+        (message,) = warned
+        assert message.startswith("flce_dist: no loss of this section was computed before the first step")
+        assert "self.lm_head(hidden, labels)" in message
+    assert engine_workers(2).run(2, _own_cross_entropy, "by the head") == [[], []]
+
+
 def _shards(ctx: Context) -> None:
     cell = Cell(3, section=DATA, bias=True)
     with deepspeed_ready(ctx):

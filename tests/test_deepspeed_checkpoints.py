@@ -56,6 +56,35 @@ def _resume(ctx: Context, cell: Cell, folder: str) -> None:
             assert torch.equal(value, parameters_again[name]), name
 
 
+def _parameters_only(ctx: Context, cell: Cell, folder: str) -> None:
+    """The parameters of the checkpoint, and an optimizer that starts anew: without momentum and at step 0."""
+    with deepspeed_ready(ctx):
+        engine = engine_of(cell)
+        trained = Trained([], [], {})
+        steps(engine, cell, trained)
+        engine.save_checkpoint(folder)
+        saved = gathered(engine)
+        engine.destroy()
+
+        engine = engine_of(cell, torch_model(cell, 0.5))
+        with pytest.raises(ValueError, match=r"^load_module_only: .* use load_optimizer_states=False"):
+            engine.load_checkpoint(folder, load_module_only=True)
+        path, _ = engine.load_checkpoint(folder, load_optimizer_states=False)
+        assert path is not None
+        for name, value in gathered(engine).items():
+            assert torch.equal(value, saved[name]), name
+        assert engine.global_steps == len(trained.losses)
+        assert all("momentum_buffer" not in state for state in engine.optimizer.optimizer.state.values())
+        engine.load_checkpoint(folder)
+        assert any("momentum_buffer" in state for state in engine.optimizer.optimizer.state.values())
+        engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_without_optimizer_states(dtype: str, engine_workers: Engines, tmp_path: Path) -> None:
+    engine_workers(2).run(2, _parameters_only, Cell(3, dtype, bias=True, section=DATA), str(tmp_path))
+
+
 def torch_model(cell: Cell, scale: float) -> Any:
     """Other values than the checkpoint's, so that loading is seen to happen."""
     model = make_model(cell)

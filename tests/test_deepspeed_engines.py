@@ -6,11 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
-from tests.kit.engines import Cell, judge, train_engine
-from tests.kit.workers import Pool
+from flce_dist.integrations.deepspeed import initialize, step_normalizer
+from tests.kit.engines import (
+    LR,
+    ROWS,
+    Cell,
+    batches,
+    deepspeed_ready,
+    gathered,
+    joined,
+    judge,
+    make_model,
+    train_engine,
+)
+from tests.kit.workers import Context, Pool
 
 Engines = Callable[[int], Pool]
 
@@ -139,3 +154,49 @@ def test_a_transformers_model_with_labels(cell: Cell, engine_workers: Engines) -
 @pytest.mark.parametrize("cell", LLAMA_AUTOTP)
 def test_a_transformers_model_under_autotp(cell: Cell, engine_workers: Engines) -> None:
     run(engine_workers, 4, cell, data_ranks=2)
+
+
+def _a_loss_a_token(ctx: Context, section: dict[str, Any], normalized: bool) -> dict[str, Tensor]:
+    """One step of SGD from `reduction="none"`, the rank's losses divided by its own count or the step's normalizer."""
+    cell = Cell(3, bias=True, section=section | {"reduction": "none"})
+    with deepspeed_ready(ctx):
+        model = make_model(cell)
+        engine = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), LR), config=cell.config())[0]
+        ids, labels = uneven(cell, ctx.rank, ctx.world)
+        divisor = step_normalizer(engine, labels) if normalized else (labels != -100).sum()
+        losses = engine(ids, labels)
+        assert losses.shape == labels.shape
+        engine.backward(losses.sum() / divisor)
+        engine.step()
+        trained = joined(gathered(engine), engine.module.lm_head, cell)
+        engine.destroy()
+    return trained
+
+
+def uneven(cell: Cell, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """Rank 0 has fewer valid labels than the others."""
+    ids, labels = (tensor[rank * ROWS : (rank + 1) * ROWS].clone() for tensor in batches(cell, world)[0][0])
+    if rank == 0:
+        labels[0] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["mean of the ranks' means", "mean of all tokens"])
+@pytest.mark.parametrize("section", [{}, DATA], ids=["gathered", "never gathered"])
+def test_losses_of_tokens_are_averaged_over_ranks(
+    section: dict[str, Any], normalized: bool, engine_workers: Engines
+) -> None:
+    """DeepSpeed's mean over ranks, whichever head."""
+    cell, world = Cell(3, bias=True), 2
+    model = make_model(cell).double()
+    parts = [uneven(cell, rank, world) for rank in range(world)]
+    counts = [int((labels != -100).sum()) for _, labels in parts]
+    for (ids, labels), own in zip(parts, counts, strict=True):
+        logits = model.lm_head(model.hidden(ids))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        (loss / (sum(counts) if normalized else own * world)).backward()
+    for trained in engine_workers(world).run(world, _a_loss_a_token, section, normalized):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            moved = (trained[name].double() - make_model(cell).state_dict()[name].double()) / -LR
+            torch.testing.assert_close(moved, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

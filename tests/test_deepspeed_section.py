@@ -95,7 +95,12 @@ def test_a_misspelt_name_warns(config: dict[str, Any]) -> None:
         ({"flce_dist": {"type": "flce_dist"}}, ValueError, "flce_dist.type: unknown key; known keys: vocab_parallel"),
         ({**DATA, "zero_optimization": True}, ValueError, "flce_dist.vocab_parallel: .*stage 3, got True"),
         ({**DATA, "zero_optimization": {"stage": "two"}}, TypeError, "zero_optimization.stage: expected a number"),
-        ({**DATA, **ZERO3, "tensor_parallel": {"autotp_size": "2"}}, ValueError, "tensor_parallel.autotp_size 2"),
+        (
+            {**DATA, **ZERO3, "tensor_parallel": {"autotp_size": "2"}},
+            TypeError,
+            "tensor_parallel.autotp_size: expected",
+        ),
+        ({**DATA, **ZERO3, "tensor_parallel": 2}, TypeError, "tensor_parallel: expected an object"),
         ({"flce_dist": {"label_smoothing": 2}}, ValueError, "flce_dist.label_smoothing"),
         ({"flce_dist": {"chunk_rows": "many"}}, TypeError, "flce_dist.chunk_rows"),
         ({"flce_dist": {"accum_dtype": "half"}}, ValueError, "flce_dist.accum_dtype: expected one of"),

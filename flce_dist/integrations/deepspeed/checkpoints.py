@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,37 @@ def export_whole_head(engine: Any) -> None:
         return state
 
     engine._zero3_consolidated_16bit_state_dict = with_whole_head
+
+
+def load_without_optimizer_states(engine: Any) -> None:
+    """Lets `load_checkpoint(load_optimizer_states=False)` restore the parameters, fp32 masters exactly; DeepSpeed's own
+    would put them together by `zero_to_fp32`, which knows one partitioning for all parameters."""
+    load = engine.load_checkpoint
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(load).bind(*args, **kwargs)
+        if call.arguments.get("load_module_only"):
+            raise ValueError(
+                "load_module_only: a head that is never gathered is in the optimizer's files of a checkpoint; use "
+                "load_optimizer_states=False, load_lr_scheduler_states=False"
+            )
+        if call.arguments.get("load_optimizer_states", True):
+            return load(*args, **kwargs)
+        if engine.load_universal_checkpoint():
+            raise ValueError(
+                "load_optimizer_states: false is not possible for a head that is never gathered and a universal "
+                "checkpoint; load them, or load the checkpoint that it was made from on as many ranks"
+            )
+        call.arguments["load_optimizer_states"] = True
+        load_state = engine.optimizer._rigid_load_state_dict
+        engine.optimizer._rigid_load_state_dict = lambda state, **_: load_state(state, load_optimizer_states=False)
+        try:
+            return load(*call.args, **call.kwargs)
+        finally:
+            del engine.optimizer._rigid_load_state_dict
+
+    engine.load_checkpoint = load_checkpoint
 
 
 def load_own_rows(engine: Any, head: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
-from .checkpoints import export_whole_head, load_own_rows
+from .checkpoints import export_whole_head, load_own_rows, load_without_optimizer_states
 from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
 from .section import Section, SectionWarning, load_config, number, read_section
 
@@ -66,6 +66,10 @@ def attach(engine: Any) -> nn.Module | None:
 
     Raises:
         TypeError, ValueError: as `initialize`.
+
+    Warns:
+        SectionWarning: there is no section; and in the engine's first step, when nothing has called the head with a
+            target: the model computes another loss.
     """
     section = read_section(engine.config)
     if section is None:
@@ -95,9 +99,11 @@ def attach(engine: Any) -> nn.Module | None:
         _apply_to_causal_lm(model, section, layout.group, arguments)
     else:
         attach_loss(head, layout.group, **arguments)
+        _warn_unless_called(engine, head, section)
     if section.vocab_parallel == "data":
         export_whole_head(engine)
         load_own_rows(engine, head)
+        load_without_optimizer_states(engine)
     setattr(engine, _SECTION, section)
     return head
 
@@ -125,7 +131,8 @@ def step_normalizer(engine: Any, target: Tensor) -> Tensor:
     if section is None:
         raise ValueError("this engine has no loss of a section: make it by initialize, or attach(engine) first")
     count = count_valid_tokens(target, section.options.get("ignore_index", -100), engine.seq_data_parallel_group)
-    if section.vocab_parallel == "data" and not (section.head is None and _is_causal_lm(engine.module)):
+    one_loss = section.vocab_parallel == "data" and section.options.get("reduction") != "none"
+    if one_loss and not (section.head is None and _is_causal_lm(engine.module)):
         return count.float()  # such a head's loss is that of all ranks; a model divides it by their number again
     averaged = engine.seq_dp_world_size / engine.sequence_parallel_size
     if engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1:
@@ -137,6 +144,32 @@ def step_normalizer(engine: Any, target: Tensor) -> Tensor:
             )
         averaged = engine.seq_dp_world_size
     return count / averaged
+
+
+def _warn_unless_called(engine: Any, head: nn.Module, section: Section) -> None:
+    """Warns in the first step if the head has given no loss until then: the model computes one of its own."""
+    calls = 0
+
+    def count(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], _output: Any) -> None:
+        nonlocal calls
+        calls += len(args) > 1 or keywords.get("target") is not None
+
+    handle, step = head.register_forward_hook(count, with_kwargs=True), engine.step
+
+    def first_step(*args: Any, **keywords: Any) -> Any:
+        handle.remove()
+        del engine.step  # of the instance: the next is the engine's own
+        if calls == 0:
+            warnings.warn(
+                f"{section.where}: no loss of this section was computed before the first step, because nothing called "
+                f"the head with targets: call it as head(hidden, target), such as self.lm_head(hidden, labels) in the "
+                f"{type(engine.module).__name__}'s forward, in place of a loss from its logits",
+                SectionWarning,
+                stacklevel=2,
+            )
+        return step(*args, **keywords)
+
+    engine.step = first_step
 
 
 def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:

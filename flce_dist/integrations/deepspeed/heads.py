@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import collectives
-from ...api import LossOutput
+from ...api import scale_gradient
 from ...shard import VocabShard
 from .section import Section, load_config, read_section
 
@@ -180,7 +180,8 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
             setattr(parameter, mark, value)
     head.out_features = shard.num_rows
     head.forward = _no_logits  # type: ignore[method-assign]
-    head.register_forward_hook(lambda _module, _args, output: _scale_gradient(output, ranks))
+    if section.options.get("reduction") != "none":  # those are losses of this rank's tokens, whose mean DeepSpeed takes
+        head.register_forward_hook(lambda _module, _args, output: scale_gradient(output, ranks))
     setattr(head, DATA_SHARD, Layout(group, shard, "sharded"))
 
 
@@ -204,21 +205,3 @@ def _no_logits(*args: Any, **kwargs: Any) -> Tensor:
         "the head is sharded over the data-parallel ranks, which hold different tokens: it gives a loss (pass the "
         "target), and no logits; for those, load the exported model"
     )
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def _scale_gradient(output: Tensor | LossOutput, factor: int) -> Tensor | LossOutput:
-    """`output` with its gradient times `factor`."""
-    loss = output.loss if isinstance(output, LossOutput) else output
-    scaled: Tensor = _ScaledGradient.apply(loss, factor)
-    return output._replace(loss=scaled) if isinstance(output, LossOutput) else scaled

@@ -160,11 +160,10 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
             "group of its own; the other stages keep, broadcast and average one copy of it for all data-parallel "
             "ranks"
         )
-    tensor_ranks = (config.get("tensor_parallel") or {}).get("autotp_size")
-    if number("tensor_parallel.autotp_size", tensor_ranks) > 1:
+    if (ranks := tensor_ranks(config)) > 1:
         raise ValueError(
-            f'{where}: "data" with tensor_parallel.autotp_size {tensor_ranks}: tensor parallelism shards the head '
-            'already; use "tensor"'
+            f'{where}: "data" with tensor_parallel.autotp_size {ranks}: tensor parallelism shards the head already; '
+            'use "tensor"'
         )
     if number("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
         raise ValueError(
@@ -184,6 +183,17 @@ def number(path: str, value: Any) -> int:
         return int(value or 0)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{path}: expected a number, got {value!r}") from error
+
+
+def tensor_ranks(config: Mapping[str, Any]) -> int:
+    """Ranks of AutoTP, 1 without. Raises TypeError for what DeepSpeed fails to compare: digits in a string, too."""
+    values = config.get("tensor_parallel") or {}
+    if not isinstance(values, Mapping):
+        raise TypeError(f'tensor_parallel: expected an object such as {{"autotp_size": 2}}, got {values!r}')
+    ranks = values.get("autotp_size", 0)
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        raise TypeError(f"tensor_parallel.autotp_size: expected an integer, got {ranks!r}")
+    return max(ranks, 1)
 
 
 def json_schema() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...options import LossOptionsDict
 from .engine import initialize
 from .heads import shard_head
-from .section import Section, SectionWarning, read_section
+from .section import Section, SectionWarning, read_section, tensor_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,7 +58,7 @@ def attach_to_trainer(trainer: Trainer) -> None:
         return
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     if has_own_loss(trainer):
-        if section.vocab_parallel not in (None, "none") or _is_tensor_parallel(config):
+        if section.vocab_parallel not in (None, "none") or tensor_ranks(config) > 1:
             raise ValueError(
                 f"{section.where}.vocab_parallel: a {type(trainer).__name__} computes its loss from a whole head; only "
                 '"none" without tensor parallelism is possible'
@@ -87,10 +87,6 @@ def _section_of(accelerator: Any) -> Section | None:
             stacklevel=3,
         )
     return section
-
-
-def _is_tensor_parallel(config: Any) -> bool:
-    return int((config.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1
 
 
 @contextlib.contextmanager
