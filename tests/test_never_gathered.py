@@ -166,6 +166,32 @@ def test_recomputed_and_compiled_models(replicas: int, ways: tuple[str, ...], wo
             assert_close(embedding, found[0][1], 1e-12, "embedding gradient")
 
 
+def a_loss_a_token(ctx: Context, replicas: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients from the mean of a rank's own losses: of a head that is never gathered, and of a whole one."""
+    mesh, grads = mesh_of(ctx, replicas), []
+    for gathered in (False, True):
+        model = Model()
+        if gathered:
+            attach_loss(model.lm_head, reduction="none")
+            fully_shard(model, mesh=mesh)
+        else:
+            head = shard_head(model, "lm_head", mesh, reduction="none")
+            fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
+        ids, target = batch(0, 0, ctx.rank)
+        losses = model(ids, target)
+        (losses.sum() / (target != -100).sum()).backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+    return list(zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_of_tokens_are_averaged_over_ranks_as_by_fsdp(replicas: int, workers: Pool) -> None:
+    for pairs in workers.run(4, a_loss_a_token, replicas):
+        assert len(pairs) == 9
+        for actual, expected in pairs:
+            assert_close(actual, expected, 1e-11, "gradient")
+
+
 def evaluate(ctx: Context) -> tuple[float, bool]:
     model = Model()
     head = shard_head(model, "lm_head", mesh_of(ctx, 1))

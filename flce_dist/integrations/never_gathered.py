@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
+from ..api import LossOutput, scale_gradient
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict
 
@@ -67,6 +68,14 @@ class NeverGatheredHead(VocabParallelHead):
             hidden_size, vocab_size, mesh, bias, hidden_layout="sharded", hidden_grad_scale=mesh.size(mesh.ndim - 1),
             device=device, dtype=dtype, **options,
         )  # fmt: skip
+
+    def forward(self, hidden: Tensor, target: Tensor | None = None, **arguments: Any) -> Tensor | LossOutput:
+        """As `VocabParallelHead`. With `reduction="none"` the losses are those of this rank's tokens, and gradients
+        those of the mean over the ranks of what each makes of them, as with a whole head under FSDP."""
+        output = super().forward(hidden, target, **arguments)
+        if target is None or self.options.reduction != "none":
+            return output
+        return scale_gradient(output, 1 / self.hidden_grad_scale)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward pass averages the gradient over the replicas; call it as FSDP2's method of this name.
