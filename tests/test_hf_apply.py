@@ -635,3 +635,11 @@ def test_transformers_own_tensor_parallelism_and_fsdp(kind: str, sizes: dict[str
         model.save_pretrained(folder)
         for result in workers.run(4, _native, folder, sizes):
             assert_same(result, expected)
+
+
+def test_the_head_takes_its_input_by_name() -> None:
+    model = tiny()
+    hidden = torch.randn(2, 3, model.config.hidden_size)
+    expected = model.lm_head(input=hidden)
+    apply(model)
+    assert torch.equal(model.lm_head(input=hidden), expected)

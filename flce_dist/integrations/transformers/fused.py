@@ -198,8 +198,9 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return with_logits(outputs, call.received, NO_LOGITS if call.logits is None else call.logits)
 
 
-def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def head_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Any:  # the name that nn.Linear gives it
     mine: Head = getattr(self, ATTRIBUTE)
+    hidden = input
     shared, plain = mine.shared, mine.plain_forward
     call = shared.call
     if call is None or args or kwargs:
