@@ -313,7 +313,7 @@ class _WithValue(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, value: Tensor, model: str | None) -> Tensor:
         ctx.dtype = tensor.dtype
         value = value.clone()
-        return value if model is None or torch.compiler.is_compiling() else StandIn.new(value, model)
+        return value if model is None or torch.compiler.is_compiling() else StandIn.fresh(value, model)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

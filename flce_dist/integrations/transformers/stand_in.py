@@ -45,7 +45,7 @@ class StandIn(Tensor):
         return cls._made(tensor, _Use(model, in_head=in_head))
 
     @classmethod
-    def new(cls, value: Tensor, model: str) -> StandIn:
+    def fresh(cls, value: Tensor, model: str) -> StandIn:
         """What a head's forward returns; not a view, of which FSDP2 would warn."""
         made: StandIn = torch.Tensor._make_subclass(cls, value)
         made.state = _Use(model, in_head=True)
