@@ -191,7 +191,6 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
     ranks = dist.get_world_size(group) if group is not None else 1
     columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
     loop_tokens = tokens * ranks if layout == "sharded" else tokens
-    rows = chunk_rows(
-        loop_tokens, columns, head.weight.shape[1], dtype.itemsize, options.budget_bytes, options.chunk_rows
-    )
+    hidden_size = getattr(head.weight, "ds_shape", head.weight.shape)[1]  # ZeRO-3 leaves an empty weight
+    rows = chunk_rows(loop_tokens, columns, hidden_size, dtype.itemsize, options.budget_bytes, options.chunk_rows)
     return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": dtype.itemsize}
