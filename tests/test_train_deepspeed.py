@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the trainer's tests need the [train]
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
 import train
+from flce_dist.integrations.deepspeed import read_section
 from tests.kit.engines import deepspeed_ready
 from tests.kit.runs import (
     ROOT,
@@ -118,6 +119,20 @@ def test_full_logits_through_the_engine(runs: Runs, one_rank: Path) -> None:
     assert_same_curve(run_folder, one_rank, 1e-5, steps=STEPS)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"flce_dist": {"label_smoothing": 0.1}}, {"loss": {"type": "flce_dist", "label_smoothing": 0.1}}],
+    ids=["none", "flce_dist", "loss"],
+)
+def test_options_beside_a_section_of_either_spelling(values: dict[str, Any], runs: Runs, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}} | values))
+    where = ("parallel.mode=deepspeed", f"parallel.deepspeed={path}")
+    arguments = runs.place.arguments("options", *COMMON, *where, "loss.z_loss=0.2", "output.overwrite=true")
+    given = runs.engines(2).run(2, _options, arguments)[0]
+    assert given == {"z_loss": 0.2} | ({"label_smoothing": 0.1} if values else {})
+
+
 def test_four_ranks_two_of_them_tensor_parallel(runs: Runs, one_rank: Path) -> None:
     assert_same_curve(runs.train("autotp_four", *file_of("autotp"), ranks=4), one_rank, 1e-5, steps=STEPS)
 
@@ -126,6 +141,15 @@ def test_four_ranks_two_of_them_tensor_parallel(runs: Runs, one_rank: Path) -> N
 def test_bfloat16_stays_near_one_process(config: str, runs: Runs, one_rank: Path) -> None:
     losses = curve(runs.train(f"{config}_bf16", *file_of(config), "train.dtype=bfloat16"))
     assert all(abs(losses[step] - loss) < 0.02 for step, loss in curve(one_rank).items())
+
+
+def _options(ctx: Context, arguments: list[str]) -> dict[str, Any]:
+    """The options of the section that the engine is made with."""
+    with deepspeed_ready(ctx):
+        setup = prepare(arguments[1], arguments[2:], Ranks(ctx.rank, ctx.world, ctx.rank, ctx.world))
+        section = read_section(setup.mode.values)  # type: ignore[attr-defined]
+        assert section is not None
+        return section.options
 
 
 def _refused(ctx: Context, arguments: list[str]) -> None:
@@ -143,6 +167,14 @@ def _refused(ctx: Context, arguments: list[str]) -> None:
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 1, 2 or 3"),
         ({"flce_dist": {"vocab_parallel": "data"}, "zero_optimization": True}, "flce_dist.vocab_parallel: "),
         ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size 3 does not divide 2 ranks"),
+        ({"tensor_parallel": {"autotp_size": "2"}}, "tensor_parallel.autotp_size: expected an integer, got '2'"),
+        ({"tensor_parallel": 2}, "tensor_parallel: expected an object"),
+        ({"bf16": True}, 'bf16: expected an object such as {"enabled": true}, got True'),
+        ({"loss": {"type": "other"}}, 'loss: expected {"type": "flce_dist", ...}, got'),
+        ({"flce_dist": {"z_loss": 0.1}}, "flce_dist.z_loss: loss.z_loss of the trainer's configuration gives it too"),
+        ({"loss": {"type": "flce_dist", "z_loss": 0.1}}, "loss.z_loss: loss.z_loss of the trainer's configuration"),
+        ({"flce_dist": {"head": "lm_head"}}, "flce_dist.head: the trainer's models have one head"),
+        ({"flce_dist": {"ignore_index": 0}}, "flce_dist.ignore_index: the trainer counts by loss.ignore_index"),
         ({"flce_dist": {}, "loss": {"type": "flce_dist"}}, "flce_dist: the configuration has the section twice"),
     ],
     ids=str,
@@ -150,7 +182,8 @@ def _refused(ctx: Context, arguments: list[str]) -> None:
 def test_refused_before_training(values: dict[str, Any], message: str, runs: Runs, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}} | values))
-    arguments = runs.place.arguments("refused", *COMMON, "parallel.mode=deepspeed", f"parallel.deepspeed={path}")
+    where = ("parallel.mode=deepspeed", f"parallel.deepspeed={path}")
+    arguments = runs.place.arguments("refused", *COMMON, *where, "loss.z_loss=0.2")
     for outcome in runs.engines(2).outcomes(2, _refused, arguments):
         assert outcome.error is not None
         assert SetupError.__name__ in outcome.error.classes

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce_dist.integrations.deepspeed.section import load_config, read_section
+from flce_dist.integrations.deepspeed.section import ALIAS, SECTION, load_config, read_section, tensor_ranks
 
 from .checkpoint import Checkpoints, rng_state, set_rng_state
 from .model import LanguageModel
@@ -33,11 +33,15 @@ def read_file(path: str) -> dict[str, Any]:
     """The DeepSpeed configuration of a file, its section checked. Raises ConfigError."""
     try:
         values = dict(load_config(path))
-        read_section(values)
+        section = read_section(values)
+        tensor_ranks(values)
     except ImportError as error:
         raise ConfigError("parallel.deepspeed", f"{error}; pip install deepspeed") from error
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError("parallel.deepspeed", f"{path}: {error}") from error
+    if ALIAS in values and (section is None or section.where != ALIAS):
+        problem = f'{ALIAS}: expected {{"type": "{SECTION}", ...}}, got {values[ALIAS]!r}, which nothing would read'
+        raise ConfigError("parallel.deepspeed", f"{path}: {problem}")
     return values
 
 
@@ -57,16 +61,40 @@ def complete_values(values: dict[str, Any], config: Config, data_ranks: int) -> 
     values |= dict(zip(_BATCH[1:], batch[1:], strict=True))  # the rest follows; AutoTP counts its ranks otherwise
     values.setdefault("gradient_clipping", config.optimizer.max_grad_norm or 0.0)
     values.setdefault("steps_per_print", 10**9)  # the trainer has its own log
-    narrow = any(values.get(key, {}).get("enabled") for key in ("bf16", "fp16", "torch_autocast"))
-    if config.train.dtype == "bfloat16" and not narrow:
+    narrow = {key: values.get(key) or {} for key in ("bf16", "fp16", "torch_autocast")}
+    for key, value in narrow.items():
+        if not isinstance(value, Mapping):
+            raise refused(config, f'{key}: expected an object such as {{"enabled": true}}, got {value!r}')
+    if config.train.dtype == "bfloat16" and not any(value.get("enabled") for value in narrow.values()):
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if config.loss == "torch":
-        values.pop("flce_dist", None)
-        if read_section(values) is not None:  # its other spelling
-            del values["loss"]
-    elif isinstance(config.loss, Mapping) and "loss" not in values:
-        options = {key: value for key, value in config.loss.items() if key != "type"}
-        values["flce_dist"] = options | dict(values.get("flce_dist", {}))
+    give_section(values, config)
+
+
+def give_section(values: dict[str, Any], config: Config) -> None:
+    """The section in either spelling, with the options of the trainer's `loss` beside its own; none for `loss: torch`.
+
+    Raises ConfigError for an option that both give, and what the trainer has to decide.
+    """
+    found = read_section(values)
+    where = SECTION if found is None else found.where
+    if not isinstance(config.loss, Mapping):
+        values.pop(where, None)
+        return
+    given = dict(values.get(where, {}))
+    if given.get("head") is not None:
+        raise refused(
+            config,
+            f"{where}.head: the trainer's models have one head, and would not use a named one for the "
+            "loss; leave it out",
+        )
+    if "ignore_index" in given:
+        raise refused(config, f"{where}.ignore_index: the trainer counts by loss.ignore_index; set that one")
+    for key in config.loss:
+        if key != "type" and key in given:
+            raise refused(
+                config, f"{where}.{key}: loss.{key} of the trainer's configuration gives it too; leave one out"
+            )
+    values[where] = given | {key: value for key, value in config.loss.items() if key != "type"}
 
 
 def refused(config: Config, problem: str) -> ConfigError:
@@ -84,7 +112,7 @@ class DeepSpeed(DataParallel):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
         assert self.config.parallel.deepspeed is not None
         self.values = read_file(self.config.parallel.deepspeed)
-        self.tensor_ranks = int((self.values.get("tensor_parallel") or {}).get("autotp_size") or 1)
+        self.tensor_ranks = tensor_ranks(self.values)
         if self.ranks.size % self.tensor_ranks:
             raise refused(
                 self.config, f"tensor_parallel.autotp_size {self.tensor_ranks} does not divide {self.ranks.size} ranks"
