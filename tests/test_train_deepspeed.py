@@ -130,7 +130,8 @@ def test_options_beside_a_section_of_either_spelling(values: dict[str, Any], run
     where = ("parallel.mode=deepspeed", f"parallel.deepspeed={path}")
     arguments = runs.place.arguments("options", *COMMON, *where, "loss.z_loss=0.2", "output.overwrite=true")
     given = runs.engines(2).run(2, _options, arguments)[0]
-    assert given == {"z_loss": 0.2} | ({"label_smoothing": 0.1} if values else {})
+    expected = {"z_loss": 0.2} | ({"label_smoothing": 0.1} if values else {})
+    assert {name: given.get(name) for name in expected} == expected
 
 
 def test_four_ranks_two_of_them_tensor_parallel(runs: Runs, one_rank: Path) -> None:
