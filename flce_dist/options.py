@@ -136,7 +136,7 @@ class LossOptions:
         parsed: dict[str, Any] = {}
         for key, value in values.items():
             if key not in names:
-                raise ValueError(f"{where}.{key}: unknown key; {nearest(key, names)}")
+                raise ValueError(f"{where}.{key}: unknown key; {nearest(key, names, 'known keys')}")
             if key.endswith("_dtype") and isinstance(value, str):
                 if value not in DTYPES:
                     raise ValueError(f"{where}.{key}: expected one of {', '.join(DTYPES)}, got {value!r}")
@@ -186,19 +186,20 @@ def options_of(values: Mapping[str, Any]) -> LossOptions:
     Raises:
         TypeError, ValueError: as `LossOptions`.
     """
-    for name in values:
-        if name not in LossOptionsDict.__annotations__:
-            raise TypeError(f"unknown option {name!r}; {nearest(name, LossOptionsDict.__annotations__)}")
     try:
         return _known_options(**values)
-    except TypeError:  # a value of a wrong type, which may not be a key of the cache
+    except TypeError:  # no option, or a value of a wrong type, which may not be a key of the cache
+        for name in values:
+            if name not in LossOptionsDict.__annotations__:
+                known = nearest(name, LossOptionsDict.__annotations__)
+                raise TypeError(f"unknown option {name!r}; {known}") from None
         return LossOptions(**values)
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """What to say of a name that is none of the known ones."""
+def nearest(name: object, known: Iterable[str], listed: str = "known") -> str:
+    """What to say of a name that is none of the known ones, which are else `listed`."""
     close = difflib.get_close_matches(str(name), known := list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"{listed}: {', '.join(known)}"
 
 
 def parse_bytes(name: str, value: int | str) -> int:

@@ -38,6 +38,7 @@ def chunk_rows(
     Args:
         num_tokens: rows to split, the same on all ranks.
         max_columns: columns of the largest shard.
+        hidden_size: bounds the default budget.
         itemsize: bytes of one logit.
         budget_bytes: bytes that one chunk of logits may take; None: `default_budget`. A single row may exceed it.
         explicit: the user's choice, which wins over the budget.

@@ -219,15 +219,23 @@ def test_options_change_the_loss() -> None:
 
 def _change_logits(model: Any, change: Any) -> None:
     """As if the model's own forward changed what its head returned."""
+    _wrap_loss(model, lambda inner: lambda logits, labels, **kwargs: inner(change(logits), labels, **kwargs))
+
+
+def _change_loss(model: Any, change: Any) -> None:
+    """As if the model's own forward did more with its loss function: change(loss function, logits, labels)."""
+    _wrap_loss(model, lambda inner: lambda logits, labels, **kwargs: change(inner, logits, labels))
+
+
+def _wrap_loss(model: Any, wrap: Any) -> None:
+    """What takes the stock loss function's place is called by way of `wrap` of it."""
     plain = type(model).loss_function.fget(model)
 
     class Changed(type(model)):
         @property
         def loss_function(self) -> Any:
             inner = self.__dict__.get("_loss_function", plain)
-            if inner is plain:
-                return plain
-            return lambda logits, labels, **kwargs: inner(change(logits), labels, **kwargs)
+            return plain if inner is plain else wrap(inner)
 
         @loss_function.setter
         def loss_function(self, value: Any) -> None:
@@ -288,25 +296,6 @@ def test_what_begins_after_the_first_steps_is_refused_then() -> None:
     factor = 1.001  # a temperature that is learned, say
     with pytest.raises(UnsupportedForward, match="another way than was declared"):
         model(input_ids=TEXT, labels=LABELS)
-
-
-def _change_loss(model: Any, change: Any) -> None:
-    """As if the model's own forward did more with its loss function: change(loss function, logits, labels)."""
-    plain = type(model).loss_function.fget(model)
-
-    class Changed(type(model)):
-        @property
-        def loss_function(self) -> Any:
-            inner = self.__dict__.get("_loss_function", plain)
-            if inner is plain:
-                return plain
-            return lambda logits, labels, **kwargs: change(inner, logits, labels)
-
-        @loss_function.setter
-        def loss_function(self, value: Any) -> None:
-            self._loss_function = value
-
-    model.__class__ = Changed
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
 from .checkpoints import export_whole_head, load_own_rows, load_without_optimizer_states
 from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
-from .section import Section, SectionWarning, load_config, number, read_section
+from .section import Section, SectionWarning, load_config, number, read_section, section_or_warning
 
 _SECTION = "_flce_section"
 
@@ -71,13 +71,8 @@ def attach(engine: Any) -> nn.Module | None:
         SectionWarning: there is no section; and in the engine's first step, when nothing has called the head with a
             target: the model computes another loss.
     """
-    section = read_section(engine.config)
+    section = section_or_warning(engine.config)
     if section is None:
-        warnings.warn(
-            'the DeepSpeed configuration has no section "flce_dist": the model keeps its own loss',
-            SectionWarning,
-            stacklevel=2,
-        )
         return None
     model = engine.module
     if hasattr(engine, _SECTION):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...options import DTYPES, UNITS, LossOptions
+from ...options import DTYPES, UNITS, LossOptions, nearest
 
 SECTION = "flce_dist"
 ALIAS = "loss"
@@ -101,12 +101,22 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     known = [*_OWN_KEYS, *(field.name for field in dataclasses.fields(LossOptions))]
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            raise ValueError(f"{where}.{key}: unknown key; {hint}")
+            raise ValueError(f"{where}.{key}: unknown key; {nearest(key, known, 'known keys')}")
     options = LossOptions.from_dict(values, where=where)
     section = Section(where, {key: getattr(options, key) for key in values}, own["vocab_parallel"], own["head"])
     _check_combination(section, config)
+    return section
+
+
+def section_or_warning(config: Mapping[str, Any]) -> Section | None:
+    """`read_section`, with a SectionWarning at the caller's caller when there is none."""
+    section = read_section(config)
+    if section is None:
+        warnings.warn(
+            f'the DeepSpeed configuration has no section "{SECTION}": the model keeps its own loss',
+            SectionWarning,
+            stacklevel=3,
+        )
     return section
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...options import LossOptionsDict
 from .engine import initialize
 from .heads import shard_head
-from .section import Section, SectionWarning, read_section, tensor_ranks
+from .section import section_or_warning, tensor_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,7 +28,7 @@ def attach_to_accelerator(accelerator: Accelerator) -> None:
         TypeError, ValueError: the accelerator has no DeepSpeed plugin, or the section is wrong. `prepare` raises as
             `initialize` does.
     """
-    if _section_of(accelerator) is None:
+    if section_or_warning(_config_of(accelerator)) is None:
         return
     prepare = accelerator.prepare
 
@@ -53,10 +52,10 @@ def attach_to_trainer(trainer: Trainer) -> None:
     """
     from ..transformers.trainer import apply_checked, check_settings, count_exactly, has_own_loss
 
-    section = _section_of(trainer.accelerator)
+    config = _config_of(trainer.accelerator)
+    section = section_or_warning(config)
     if section is None:
         return
-    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     if has_own_loss(trainer):
         if section.vocab_parallel not in (None, "none") or tensor_ranks(config) > 1:
             raise ValueError(
@@ -72,21 +71,14 @@ def attach_to_trainer(trainer: Trainer) -> None:
     count_exactly(trainer)
 
 
-def _section_of(accelerator: Any) -> Section | None:
+def _config_of(accelerator: Any) -> Any:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is None:
         raise TypeError(
             f"this {type(accelerator).__name__} has no DeepSpeed plugin: give TrainingArguments(deepspeed=...), or "
             "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=...))"
         )
-    section = read_section(plugin.deepspeed_config)
-    if section is None:
-        warnings.warn(
-            'the DeepSpeed configuration has no section "flce_dist": the model keeps its own loss',
-            SectionWarning,
-            stacklevel=3,
-        )
-    return section
+    return plugin.deepspeed_config
 
 
 @contextlib.contextmanager
