@@ -147,7 +147,8 @@ def _logits(mesh: DeviceMesh, layout: Placement) -> Callable[..., Tensor]:
                     "leave use_local_output=False where they are made"
                 )
             hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-        hidden = hidden.redistribute(placements=[Replicate()])
+        # Contiguous: DTensor's linear layer makes a view of it in torch 2.11.
+        hidden = hidden.redistribute(placements=[Replicate()]).contiguous()
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     return forward
