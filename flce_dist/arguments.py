@@ -130,9 +130,12 @@ def checked_arguments(
 
     Raises:
         TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
+        NotImplementedError: likewise, a tensor carries a tangent of forward-mode differentiation.
     """
     args, error = None, None
     try:
+        if compiled_needs is None:  # the tensors of a compiled operator cannot be asked
+            checks.check_no_tangents(given._asdict())
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from . import collectives
@@ -87,6 +88,21 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     devices = {t.device for t in (hidden, weight, target, bias) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, target and bias must be on one device, got {sorted(map(str, devices))}")
+
+
+def check_no_tangents(tensors: dict[str, object]) -> None:
+    """
+    Raises:
+        NotImplementedError: naming a tensor of forward-mode differentiation.
+    """
+    if forward_ad._current_level < 0:  # asking each tensor would be felt in small calls
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} is a dual tensor: linear_cross_entropy has no forward-mode derivative; take the gradients by "
+                "backward or torch.autograd.grad, whose product with the tangents is the directional derivative"
+            )
 
 
 def check_weight(weight: Tensor, hidden_size: int) -> None:
