@@ -50,7 +50,7 @@ class LossOptions:
         softcap: `softcap * tanh(logits / softcap)` instead of the logits.
         logit_scale: factor on the logits (bias included), before softcap.
         accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's, but float32 for
-            float16 weights and for bfloat16 ones over more than `gemm.MAX_NARROW_CHUNKS` chunks.
+            float16 weights and for bfloat16 ones over many chunks (`gemm.accumulation_dtype`).
         logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
         hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: float32, and float64
             for float64.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare
 from tests.kit.cases import Case, make_inputs, reference_of
-from tests.kit.workers import Context, Pool
+from tests.kit.workers import Context, Pool, needs_unsorted
 from tests.test_checks_ranks import assert_all_raise
 
 
@@ -112,7 +112,7 @@ def _wrong(ctx: Context, kind: str) -> None:
         ("replicated bias", "bias"),
         ("bias sharded beside a plain weight", "bias is a DTensor"),
         ("a place beside a DTensor", "vocab_shard"),
-        ("another group", "[1, 0]"),
+        pytest.param("another group", "[1, 0]", marks=needs_unsorted),
     ],
 )
 def test_placements_that_do_not_fit(kind: str, word: str, workers: Pool) -> None:

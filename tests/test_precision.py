@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import VocabShard, linear_cross_entropy
+from flce_dist.gemm import accumulation_dtype
 from tests.kit import heads, oracle
 from tests.kit.compare import relative_error
 from tests.kit.workers import Context, Pool
@@ -72,7 +73,7 @@ def worst_rows(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("chunk_rows", [None, 64])
+@pytest.mark.parametrize("chunk_rows", [None, 256, 171, 128, 64])
 def test_default_options(head: str, world: int, chunk_rows: int | None, workers: Pool) -> None:
     """At most 1.5 times the eager errors, at any number of ranks and chunks."""
     expected = exact(head, torch.bfloat16)
@@ -257,3 +258,26 @@ def test_fp16_with_a_loss_scale(
         assert grad is not None
         error, allowed = relative_error(grad, want), 1.5 * relative_error(eager_grad, want)
         assert error <= allowed, f"{name} gradient: error {error:.3g} > {allowed:.3g}"
+
+
+LARGE = 128256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_elements", "num_chunks", "expected"),
+    [
+        (torch.bfloat16, 32000 * 4096, 2, torch.bfloat16),
+        (torch.bfloat16, 32000 * 4096, 3, torch.float32),
+        (torch.bfloat16, LARGE, 4, torch.bfloat16),
+        (torch.bfloat16, LARGE, 5, torch.float32),
+        (torch.float16, 64, 1, torch.float32),
+        (torch.float32, LARGE, 9, torch.float32),
+        (torch.float64, 64, 9, torch.float64),
+    ],
+    ids=str,
+)
+def test_what_the_weight_gradient_is_accumulated_in(
+    dtype: torch.dtype, num_elements: int, num_chunks: int, expected: torch.dtype
+) -> None:
+    assert accumulation_dtype(None, dtype, num_elements, num_chunks) == expected
+    assert accumulation_dtype(torch.bfloat16, dtype, num_elements, num_chunks) == torch.bfloat16

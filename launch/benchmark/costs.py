@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flce_dist.gemm import MAX_NARROW_CHUNKS
+from flce_dist.gemm import accumulation_dtype
 from flce_dist.options import LossOptions
 from flce_dist.plan import chunk_rows
 
@@ -64,7 +64,8 @@ class LocalWork:
 
     @property
     def accumulator_itemsize(self) -> int:
-        return 4 if self.itemsize == 2 and -(-self.num_tokens // self.rows) > MAX_NARROW_CHUNKS else self.itemsize
+        dtype = torch.bfloat16 if self.itemsize == 2 else torch.float32
+        return accumulation_dtype(None, dtype, self.columns * self.hidden_size, self.num_chunks).itemsize
 
     def features(self, stage: str) -> tuple[float, float, float]:
         """What its time is taken to be linear in: (1, operations, bytes) of a product, (1, rows, bytes) of a kernel."""

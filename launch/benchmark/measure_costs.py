@@ -55,7 +55,7 @@ class Chunk:
 
     def run(self, marks: measure.Marks) -> None:
         work, kernels, logits, stats = self.work, self._kernels, self._logits, self._stats
-        accumulator = accumulation_dtype(None, self._dtype, work.num_chunks)
+        accumulator = accumulation_dtype(None, self._dtype, self._weight.numel(), work.num_chunks)
         weight_grad = WeightGradient(self._weight, work.columns, accumulator, True, False)
         marks.mark("")
         logits_into(logits, self._x, self._weight, None, 1.0)

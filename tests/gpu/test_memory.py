@@ -45,11 +45,11 @@ def test_extra_peak_is_the_sum_of_the_named_buffers(
         "fp32-logits": {"logits_dtype": torch.float32},
     }.get(name, {})
     itemsize = 4 if name == "fp32-logits" else 2
-    rows = chunk_rows(tokens, VOCAB, itemsize, BUDGET)
+    rows = chunk_rows(tokens, VOCAB, WIDTH, itemsize, None)
     logits = rows * row_stride(VOCAB) * itemsize
     hidden_grad, weight_grad = tokens * WIDTH * 2, VOCAB * WIDTH * 2
     named = logits + hidden_grad + weight_grad
-    accumulated = accumulation_dtype(options.get("accum_dtype"), torch.bfloat16, -(-tokens // rows))
+    accumulated = accumulation_dtype(options.get("accum_dtype"), torch.bfloat16, VOCAB * WIDTH, -(-tokens // rows))
     if accumulated == torch.float32:
         # The accumulator; the chunk's logits are gone when the gradient is cast to the weight's dtype.
         named = hidden_grad + 2 * weight_grad + max(logits, weight_grad)

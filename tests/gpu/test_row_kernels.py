@@ -71,7 +71,8 @@ def make_rows(columns: int, dtype: torch.dtype, spec: RowSpec, device: torch.dev
 
 def wide(rows: Rows) -> Rows:
     """The same logits in float64, for the specification."""
-    logits = logits_buffer(*rows.logits.shape, torch.float64, rows.logits.device)
+    num_rows, num_columns = rows.logits.shape
+    logits = logits_buffer(num_rows, num_columns, torch.float64, rows.logits.device)
     logits.copy_(rows.logits)
     weights = RowWeights(*(None if w is None else w.double() for w in rows.weights))
     column_weight = None if rows.column_weight is None else rows.column_weight.double()
@@ -181,8 +182,9 @@ def test_float32_logits_are_overwritten_by_a_16_bit_gradient(device: torch.devic
 
 
 def _copy(logits: Tensor) -> Tensor:
-    copy = logits_buffer(*logits.shape, logits.dtype, logits.device)
-    copy.as_strided((logits.shape[0], copy.stride(0)), (copy.stride(0), 1)).fill_(float("nan"))
+    num_rows, num_columns = logits.shape
+    copy = logits_buffer(num_rows, num_columns, logits.dtype, logits.device)
+    copy.as_strided((num_rows, copy.stride(0)), (copy.stride(0), 1)).fill_(float("nan"))
     return copy.copy_(logits)
 
 
