@@ -130,9 +130,12 @@ def checked_arguments(
 
     Raises:
         TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
+        NotImplementedError: likewise, a tensor carries a tangent of forward-mode differentiation.
     """
     args, error = None, None
     try:
+        if compiled_needs is None:  # the tensors of a compiled operator cannot be asked
+            checks.check_no_tangents(given._asdict())
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught
@@ -145,11 +148,21 @@ def checked_arguments(
         group,
         str(given.options.get("check_ranks", "auto")),
         all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)),  # one alone may be elsewhere
-        None if args is None else args.shard.vocab_size,
+        _named_vocab_size(given),
         error,
         lambda: summarize(_present(args), compiled_needs),
     )
     return _present(args), agreed
+
+
+def _named_vocab_size(given: Given) -> int | None:
+    """The vocabulary size of a call of several ranks. It is read before anything is checked: it decides whether the
+    ranks meet, so one whose other arguments are wrong must not decide otherwise."""
+    if given.vocab_size is None and isinstance(given.vocab_shard, VocabShard):
+        return given.vocab_shard.vocab_size
+    if given.vocab_size is None and isinstance(given.weight, DTensor):
+        return given.weight.shape[0]
+    return given.vocab_size if isinstance(given.vocab_size, int) else None
 
 
 def _present(args: Arguments | None) -> Arguments:

@@ -63,7 +63,8 @@ class LossOptions:
             "forward" unless `reduction="none"`, or token scaling meets float16.
         backend: row kernels, "triton" or "torch"; "auto" is "triton" on GPUs and "torch" on CPU.
         check_ranks: when the ranks of a group compare their arguments: on the group's "first" call for a vocabulary
-            size, "always" or "never"; "auto" is "always" on CPU and "first" on GPUs.
+            size, "always" or "never"; "auto" is "always" on CPU and "first" on GPUs. The same on all ranks: one that
+            compares waits, until the group's timeout, for one that does not.
 
     Raises:
         TypeError, ValueError: an option has a wrong type or value; the message names it.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy
@@ -224,14 +225,20 @@ def test_torch_func_is_a_clear_error() -> None:
         torch.func.grad(lambda x: linear_cross_entropy(x, full.weight, full.target))(full.hidden)
 
 
-def test_forward_mode_is_a_clear_error() -> None:
-    import torch.autograd.forward_ad as fwad
-
-    full = make_inputs(Case())
-    with fwad.dual_level():
-        dual = fwad.make_dual(full.hidden, torch.ones_like(full.hidden))
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)forward|jvp"):
-            linear_cross_entropy(dual, full.weight, full.target)
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "class_weight", "token_weight", "normalizer"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_forward_mode_is_a_clear_error(name: str, grad: bool) -> None:
+    """Not a result without a tangent, which would stand for a derivative of 0."""
+    full = make_inputs(Case(bias=True, class_weight=True, token_weight=True))
+    given = {key: value for key, value in vars(full).items() if key != "upstream"} | {"normalizer": torch.tensor(7.0)}
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+        plain = linear_cross_entropy(**given)
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(NotImplementedError, match=rf"{name}.*forward-mode.*autograd\.grad"):
+            linear_cross_entropy(**given)
+    compare.assert_loss(
+        plain, reference_of(Case(bias=True, class_weight=True, token_weight=True, normalizer=7.0)).loss, 1e-5
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flce_dist import VocabShard, linear_cross_entropy
-from tests.kit.workers import MAX_WORLD, Context, Outcome, Pool, fresh_group
+from tests.kit.workers import Context, Outcome, Pool
 
 N, H, V = 6, 8, 8
 
@@ -278,9 +280,6 @@ def test_ranks_work_on_after_errors(workers: Pool) -> None:
 
 def _raw_fsdp2_weight(ctx: Context, group: str) -> None:
     """A weight that FSDP2 sharded over the same ranks as data, passed as if it were a tensor-parallel shard."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     base = arguments(0, 1)
     data_mesh = DeviceMesh.from_group(ctx.groups[(0, 1)], "cpu", mesh_dim_names=("dp",))
     weight = distribute_tensor(base["weight"].detach(), data_mesh, [Shard(0)])
@@ -295,9 +294,6 @@ def test_raw_fsdp2_weight_as_a_shard(group: str, workers: Pool) -> None:
 
 
 def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> float:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     base = arguments(0, 1)
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     placement = {"columns": Shard(1), "replicated": Replicate(), "rows": Shard(0)}[kind]
@@ -321,41 +317,3 @@ def test_dtensor_shard_without_a_group_is_right_or_refused(workers: Pool) -> Non
         assert_all_raise(results, "ValueError", "group")
     else:
         assert [o.value for o in results] == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def _second_call_disagrees(ctx: Context, mode: str) -> list[str | None] | None:
-    """Errors of three calls on one fresh group: agreeing, disagreeing about a coefficient, agreeing."""
-    group = fresh_group(ctx, [0, 1])
-    if group is None:
-        return None
-    errors: list[str | None] = []
-    for softcap in (None, 30.0 if ctx.rank else 20.0, None):
-        try:
-            linear_cross_entropy(**arguments(ctx.rank, 2), group=group, softcap=softcap, check_ranks=mode)
-            errors.append(None)
-        except ValueError as error:
-            errors.append(type(error).__name__)
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("always", [None, "ValueError", None]), ("first", [None, None, None]), ("never", [None, None, None])],
-)
-def test_what_each_mode_of_checking_catches(mode: str, expected: list[str | None], workers: Pool) -> None:
-    assert workers.run(MAX_WORLD, _second_call_disagrees, mode)[:2] == [expected] * 2
-
-
-@pytest.mark.parametrize("check_ranks", ["never", "first"])
-def test_an_error_that_all_ranks_find_needs_no_exchange(check_ranks: str, workers: Pool) -> None:
-    """Also once the group is known and no call is checked any more."""
-    assert all(outcome.error is None for outcome in outcomes(workers, 2, {}, check_ranks="first"))
-    found = outcomes(workers, 2, {}, check_ranks=check_ranks, class_weight=torch.ones(V + 1))
-    assert_all_raise(found, "ValueError", "class_weight", str(V + 1))
-
-
-def test_a_tensor_on_another_device_on_one_rank_of_a_known_group(workers: Pool) -> None:
-    """Which device a rank's tensors are on must not decide alone whether it meets the others."""
-    assert all(outcome.error is None for outcome in outcomes(workers, 2, {}))
-    found = outcomes(workers, 2, {1: {"hidden": torch.empty(N, H, device="meta")}})
-    assert_all_raise(found, "ValueError", "device")

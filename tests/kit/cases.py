@@ -177,9 +177,12 @@ def run_case(ctx: Context | None, case: Case) -> Result:
     return Result(loss.detach(), hidden.grad, weight.grad, None if bias is None else bias.grad, aux)
 
 
+def oracle_options(case: Case) -> dict[str, Any]:
+    return {name: value for name, value in case.options if name in ORACLE_OPTIONS}
+
+
 def reference_of(case: Case) -> oracle.Reference:
     full = make_inputs(case)
-    options = {name: value for name, value in case.options if name in ORACLE_OPTIONS}
     return oracle.reference(
         full.hidden,
         full.weight,
@@ -191,8 +194,29 @@ def reference_of(case: Case) -> oracle.Reference:
         normalizer=case.normalizer,
         reduction=case.reduction,
         ignore_index=case.ignore_index,
-        **options,
+        **oracle_options(case),
     )
+
+
+def eager_gradients(case: Case) -> dict[str, Tensor]:
+    """Gradients of weight and bias by a linear layer in the case's dtype and the loss in float32 (float64)."""
+    full = make_inputs(case)
+    leaves = {"weight": full.weight.requires_grad_()}
+    if full.bias is not None:
+        leaves["bias"] = full.bias.requires_grad_()
+    products = torch.nn.functional.linear(full.hidden.reshape(-1, case.hidden_size), **leaves)
+    loss, _ = oracle.loss_and_aux(
+        products.to(torch.promote_types(case.dtype, torch.float32)),
+        full.target.reshape(-1),
+        class_weight=full.class_weight,
+        token_weight=None if full.token_weight is None else full.token_weight.reshape(-1),
+        normalizer=case.normalizer,
+        reduction=case.reduction,
+        ignore_index=case.ignore_index,
+        **oracle_options(case),
+    )
+    loss.backward(full.upstream.reshape(loss.shape).to(loss.dtype))
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 def judge(case: Case, results: Sequence[Result], conditioned: bool = False) -> None:
@@ -234,11 +258,12 @@ def judge_gradients(
         assert actual is not None, f"{name} gradient of rank {rank} is None"
         assert actual.dtype == case.dtype
         assert actual.shape[0] == stop - start
-        # The error of a slice is measured against the whole gradient: a slice can be tiny.
-        difference = (actual[:true_rows].double() - full[start : start + true_rows]).norm()
+        own = slice(start, start + true_rows)
+        difference = (actual[:true_rows].double() - full[own]).norm()
         assert torch.isfinite(difference), f"{name} gradient of rank {rank} is not finite"
-        size = max(full[start : start + true_rows].norm().item(), full.norm().item() / case.world)
-        bound = tolerance.grad * size + eps * terms
+        bound = tolerance.grad * full[own].norm() + eps * terms
+        if difference > bound:  # the gradients of rare tokens can be a few roundings, of eager as well
+            bound = max(bound, 1.5 * (eager_gradients(case)[name][own].double() - full[own]).norm())
         assert difference <= bound, f"{name} gradient of rank {rank}: error {difference:.3g} > {bound:.3g}"
         compare.assert_exactly_zero(actual[true_rows:], f"{name} gradient of padding rows of rank {rank}")
     assert result.hidden_grad is not None
