@@ -123,14 +123,35 @@ def test_an_offloaded_head_is_refused() -> None:
 
 
 def test_torch_compile() -> None:
+    """One graph without a break, in training and in evaluation, that later steps use again."""
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
     model = tiny()
     expected = loss_and_grads(model)
     apply(model)
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        compiled(input_ids=TEXT, labels=LABELS)  # the first call checks what comes behind the head
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(4):
         result = loss_and_grads(compiled)
         assert_same((result[0], {name.removeprefix("_orig_mod."): g for name, g in result[1].items()}), expected)
+    assert graphs == 1
+    model.eval()
+    for _ in range(2):
+        torch.testing.assert_close(compiled(input_ids=TEXT, labels=LABELS).loss, expected[0])
+    assert graphs == 2
+
+
+def test_an_undeclared_change_in_what_is_compiled_is_refused() -> None:
+    model = tiny()
+    _change_logits(model, lambda logits: logits * 1.03)
+    apply(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="another way than was declared"):
+        compiled(input_ids=TEXT, labels=LABELS)
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -72,6 +72,14 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return done
 
 
+def test_a_compiled_model_is_compiled_once(stock: Any, tmp_path: Path) -> None:
+    ours = trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    apply_to_trainer(ours)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        ours.train()
+    assert_same_history(history(ours), history(stock))
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_steps_are_those_of_stock_whatever_the_accumulation(accumulation: int, stock: Any, tmp_path: Path) -> None:
     """4 x 1 and 1 x 4 sequences: num_items_in_batch makes them one mean."""

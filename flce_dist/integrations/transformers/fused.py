@@ -172,10 +172,11 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         num_items=given.get("num_items_in_batch", extra.get("num_items_in_batch")),
         shift_labels=shift_labels,
         keep=keep,
-        probe=shared.after.probe(-1 if shared.num_calls[self.training] % 2 == 0 else 1),
+        probe=shared.after.probe(1 if shared.num_calls[self.training] % 2 else -1),
         versions=(version_of(given["labels"]), version_of(shift_labels)),
     )
-    shared.num_calls[self.training] += 1
+    if not torch.compiler.is_compiling():  # a graph is for one number
+        shared.num_calls[self.training] += 1
     shared.call = call
     try:
         outputs = shared.plain_forward(*args, **kwargs)
@@ -239,8 +240,8 @@ def head_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> A
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
     check_gradient_hooks(type(shared.model).__name__, self)
     hooks: Any = self._forward_hooks
-    # Behind those that frameworks added: what they return is what the model gets. torch 2.11 traces no `move_to_end`.
-    hooks[mine.hook] = hooks.pop(mine.hook)
+    if [*hooks][-1] != mine.hook:  # frameworks added some since: what they return is what the model gets
+        hooks.move_to_end(mine.hook)
     made = _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe), type(shared.model).__name__)
     call.node = None if torch.compiler.is_compiling() else made.grad_fn
     return made
@@ -288,7 +289,7 @@ def loss_function(
             raise UnsupportedForward(f"{name} gave its loss function something else than what its head returned")
         logits.use("its loss function")
         check_graph(name, call.node, logits)
-    host = shared.num_calls[self.training] <= HOST_CHECKS
+    host = shared.num_calls[self.training] <= HOST_CHECKS and not torch.compiler.is_compiling()
     check_after_head(name, shared.after, call.probe, plain(logits), host)
     if labels is not None and labels is not call.labels:
         check_labels(name, labels, call.labels, host)

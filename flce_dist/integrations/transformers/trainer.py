@@ -113,9 +113,9 @@ def _check_use(trainer: Any, handle: FusedLoss) -> Callable[[], None]:
 
     @wraps(step)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        before = handle.num_calls[True]
+        before = handle.output
         result = step(*args, **kwargs)
-        if handle.num_calls[True] == before:
+        if handle.output is before:
             raise UnsupportedForward(
                 f"{type(trainer).__name__} computed a loss of its own in a training step, in which the model was not "
                 "called with labels: let its compute_loss return model(**inputs).loss, or leave this loss out"

@@ -128,8 +128,9 @@ DEVICE_MESSAGE_LENGTH = 254
 
 
 def _require(condition: Tensor, message: str, host: bool, remedy: str = "") -> None:
-    """Raises UnsupportedForward; without `host`, on a GPU, a device-side assertion that nobody waits for."""
-    if condition.device.type != "cpu" and not host:
+    """Raises UnsupportedForward; without `host`, on a GPU, it is a device-side assertion that nobody waits for, and where
+    a graph is traced one of the graph."""
+    if torch.compiler.is_compiling() or (condition.device.type != "cpu" and not host):
         torch._assert_async(condition, f"flce_dist: {message}"[:DEVICE_MESSAGE_LENGTH])
     elif not condition:
         raise UnsupportedForward(message + remedy)
