@@ -203,7 +203,7 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"normalizer must be a number or a 0-d tensor, got {value!r}")
     elif not is_finite(value) or value < 0:
-        raise ValueError(f"normalizer must be finite and not negative, got {value}")
+        raise ValueError(f"normalizer must be finite in float32 and not negative, got {value}")
 
 
 def check_accumulation(options: LossOptions, dtype: torch.dtype) -> None:
