@@ -29,19 +29,35 @@ def row_kernels(backend: str, device: torch.device) -> ModuleType:
     return importlib.import_module(".kernels.torch_rows", __package__)
 
 
+def why_no_interpreter() -> str | None:
+    """Why the installed Triton cannot interpret its kernels; None if it can."""
+    import triton
+
+    if importlib.util.find_spec("numpy") is None:
+        return "Triton's interpreter needs numpy, which is not installed"
+    import numpy
+
+    if _version(triton) < (3, 7) and _version(numpy) >= (2, 4):
+        return "the interpreter of Triton 3.6 needs a numpy before 2.4: install that, or a newer triton"
+    return None
+
+
+def _version(package: ModuleType) -> tuple[int, ...]:
+    return tuple(int(part) for part in package.__version__.split(".")[:2])
+
+
 def _why_no_triton(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     import triton
 
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    version = _version(triton)
     if version < (3, 6):
         return f"triton 3.6 or newer is needed, {triton.__version__} is installed"
     if device.type == "cpu":
         if not triton.knobs.runtime.interpret:
             return "tensors on CPU need Triton's interpreter (set TRITON_INTERPRET=1 before the first import of triton)"
-        if importlib.util.find_spec("numpy") is None:
-            return "Triton's interpreter needs numpy, which is not installed"
-    elif device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
+        return why_no_interpreter()
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
         return f"the GPU's compute capability is {torch.cuda.get_device_capability(device)}, 7.0 is needed"
     return None

@@ -12,28 +12,23 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, scaling, workload
+from benchmark.arguments import DTYPES, parse_arguments
 from benchmark.ranks import Ranks, exit_process
 from benchmark.report import Row
 from flce_dist.options import LossOptions, parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-OURS = "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits"
-RIVALS = "eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
-SHARDED_RIVALS = "loss_parallel,cce,fla,fla-bf16-accum,megatron,verl"
 SWEEP_FACTORS = {"tokens": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2), "vocab": (1 / 8, 1 / 4, 1 / 2, 1, 2)}
 SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
 
@@ -46,62 +41,6 @@ class Entry:
     step: Callable[[], object] | None = None
     is_floor: bool = False
     program: methods.Program | None = field(default=None, repr=False)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    add = parser.add_argument
-    add("--shapes", nargs="+", help=f"names ({', '.join(workload.SHAPES)}) or N,H,V; default llama3-8k, on CPU cpu")
-    add("--methods", help=f"separated by commas, or all: {', '.join(methods.METHODS)}")
-    add("--chunk-rows", type=_numbers, default=[], help="rows of a chunk for the flce methods, separated by commas")
-    add("--budgets", type=_budgets, default=[], help="bytes of a chunk, such as 512MiB,1GiB; default the package's")
-    add("--dtype", choices=DTYPES, help="default bf16, on CPU fp32")
-    add("--data", choices=("random", "trained"), default="random", help="trained: a head with a large common component")
-    add("--ignored", type=float, default=0.0, help="share of ignored targets")
-    add("--skip-ignored", action="store_true", help="drop ignored tokens before the first GEMM (flce methods)")
-    add("--forward-only", action="store_true", help="no gradients; the floor is the logits GEMM")
-    add("--graph", action="store_true", help="also replay the flce methods and the floor as CUDA graphs")
-    add("--profile", action="store_true", help="also print a table of kernels for each method")
-    add(
-        "--sweep",
-        choices=("tokens", "vocab", "budget", "ranks"),
-        help="vary this and plot it; all but ranks: the first shape",
-    )
-    add("--rounds", type=int, help="default 12, on CPU 5")
-    add("--round-seconds", type=float, default=0.06, help="time a method gets in a round")
-    add("--seed", type=int, default=0)
-    add("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
-    add("--out", type=Path, default=Path("runs/bench"), help="folder of results.json and the plots")
-    add("--no-errors", action="store_true", help="do not compute the reference")
-    args = parser.parse_args(arguments)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = args.device == "cuda"
-    args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
-    args.rounds = args.rounds or (12 if on_gpu else 5)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    rivals = SHARDED_RIVALS if ranks > 1 else RIVALS
-    args.methods = args.methods or (f"{OURS},{rivals}" if on_gpu else "flce,flce-fp32-accum,eager,loss_parallel")
-    if args.graph and not on_gpu:
-        parser.error("--graph needs CUDA")
-    try:
-        args.methods = methods.parse_methods(args.methods)
-        args.shapes = [workload.parse_shape(text) for text in args.shapes or ["llama3-8k" if on_gpu else "cpu"]]
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _budgets(text: str) -> list[str]:
-    for part in text.split(","):
-        try:
-            parse_bytes("budget", part)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return text.split(",")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from flce_dist.backend import why_no_interpreter
 from tests.kit.workers import Pool
 
 torch.set_num_threads(1)
@@ -38,6 +39,9 @@ def workers() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def interpreted_workers() -> Iterator[Pool]:
     """Up to 4 gloo ranks in whose processes Triton kernels are interpreted."""
+    reason = why_no_interpreter()
+    if reason is not None:
+        pytest.skip(reason)
     pool = Pool({"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()

@@ -83,6 +83,25 @@ def test_the_interpreter_without_numpy(monkeypatch: Patch) -> None:
         row_kernels("triton", torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "runs"),
+    [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.6", True)],
+)
+def test_the_interpreter_of_an_older_triton_with_a_newer_numpy(
+    triton_version: str, numpy_version: str, runs: bool, monkeypatch: Patch
+) -> None:
+    """numpy 2.4 makes no number of an array of one element, which Triton 3.6 asks it to."""
+    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(numpy, "__version__", numpy_version)
+    if runs:
+        assert row_kernels("triton", torch.device("cpu")).__name__ == "flce_dist.kernels.triton_rows"
+        return
+    with pytest.raises(ValueError, match=r"needs a numpy before 2\.4"):
+        row_kernels("triton", torch.device("cpu"))
+
+
 def test_a_cpu_needs_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

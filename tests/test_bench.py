@@ -15,6 +15,7 @@ import bench
 import bench_fsdp_head
 import gpu_check
 from benchmark import accuracy, floor, measure, methods, report, scaling, workload
+from benchmark.arguments import parse_arguments
 from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
 from benchmark.ranks import Ranks
@@ -166,7 +167,7 @@ def test_efficiency_is_against_one_rank_of_the_same_run() -> None:
 @pytest.mark.parametrize("arguments", [["--methods", "flce,nothing"], ["--shapes", "tiny,3"], ["--budgets", "4apples"]])
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.parse_arguments(["--device", "cpu", *arguments])
+        parse_arguments(["--device", "cpu", *arguments])
     assert arguments[1].split(",")[-1] in capsys.readouterr().err
 
 
@@ -231,7 +232,7 @@ def test_trained_inputs_look_trained() -> None:
 
 
 def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
-    args = bench.parse_arguments([*QUICK, "--methods", names])
+    args = parse_arguments([*QUICK, "--methods", names])
     rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, False)
     return [dataclasses.asdict(row) for row in rows]
 
@@ -249,7 +250,7 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
 
 
 def _sweep(ctx: Context, out: str) -> None:
-    args = bench.parse_arguments(
+    args = parse_arguments(
         [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
     )
     ranks = Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})

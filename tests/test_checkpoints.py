@@ -31,6 +31,9 @@ KINDS = {
     "never gathered, FSDP1": 2,
     "never gathered, DDP": 2,
 }
+if torch.__version__ < (2, 13):
+    # Older ones gather FSDP1's optimizer state over the default group, which here has more ranks.
+    del KINDS["never gathered, FSDP1"]
 SHARDED = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)  # torch cannot load full optimizer states that are flat as well
 Built = tuple[nn.Module, torch.optim.Optimizer]

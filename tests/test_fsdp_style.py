@@ -227,12 +227,17 @@ def test_sequence_parallel_hidden_states_are_gathered_inside_the_loss(workers: P
 def _logits(ctx: Context, kind: str, layout: Placement, dtensor: bool) -> Tensor:
     mesh = DeviceMesh.from_group(ctx.group, "cpu")
     head = styled(kind, mesh, layout, 21, True)
-    hidden = distribute_tensor(make_data(21, 7)[0], mesh, [layout])
+    hidden = distribute_tensor(make_data(21, 7)[0], mesh, [layout]).requires_grad_()
     logits = head(hidden if dtensor else hidden.to_local())
     if kind == "linear":
         assert isinstance(logits, DTensor)
         assert logits.placements == (Shard(2),)
-        return logits.full_tensor().detach()
+        full = logits.full_tensor()
+        full.square().sum().backward()
+        assert isinstance(hidden.grad, DTensor)
+        expected = 2.0 * full.detach() @ head.weight.full_tensor().detach()
+        torch.testing.assert_close(hidden.grad.full_tensor(), expected)
+        return full.detach()
     shape = torch.Size((2, 7, 21))
     return DTensor.from_local(logits, mesh, [Shard(2)], shape=shape, stride=(147, 21, 1)).full_tensor().detach()
 

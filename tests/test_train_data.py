@@ -110,10 +110,12 @@ def test_tokens_are_cached_by_content_and_settings(tmp_path: Path) -> None:
     others = {
         prepare_tokens(config(tmp_path, tokenizer={"vocab_size": 310})),
         prepare_tokens(config(tmp_path, data={"max_bytes": 50_000})),
-        prepare_tokens(config(tmp_path, data={"holdout": 0.3})),
     }
     assert first not in others
-    assert len(others) == 3
+    assert len(others) == 2
+    (tmp_path / "poem.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in POEM))
+    poem = [config(tmp_path, data={"paths": [str(tmp_path / "poem.jsonl")], "holdout": share}) for share in (0.1, 0.5)]
+    assert prepare_tokens(poem[0]) != prepare_tokens(poem[1])
     assert not list(first.parent.glob("*.tmp"))
 
 

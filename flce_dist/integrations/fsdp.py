@@ -146,8 +146,10 @@ def _logits(mesh: DeviceMesh, layout: Placement) -> Callable[..., Tensor]:
                     "logits need sequence-parallel hidden states as a DTensor, which knows the length of the sequence: "
                     "leave use_local_output=False where they are made"
                 )
-            hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-        hidden = hidden.redistribute(placements=[Replicate()])
+        else:
+            hidden = hidden.full_tensor()
+        # Contiguous: DTensor's linear layer makes a view of it in torch 2.11.
+        hidden = DTensor.from_local(hidden.contiguous(), mesh, [Replicate()], run_check=False)
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     return forward

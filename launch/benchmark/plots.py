@@ -39,7 +39,7 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     x_label, x_value = X_AXES[sweep]
     written = []
@@ -53,6 +53,8 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
         axes.set_xscale("log", base=2)
         if name in ("time", "memory"):
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))  # some are seen in less than a decade
+            axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()

@@ -239,7 +239,8 @@ def head_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> A
             call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
     check_gradient_hooks(type(shared.model).__name__, self)
     hooks: Any = self._forward_hooks
-    hooks.move_to_end(mine.hook)  # behind those that frameworks added: what they return is what the model gets
+    # Behind those that frameworks added: what they return is what the model gets. torch 2.11 traces no `move_to_end`.
+    hooks[mine.hook] = hooks.pop(mine.hook)
     made = _WithValue.apply(loss, torch.full_like(loss.detach(), call.probe), type(shared.model).__name__)
     call.node = None if torch.compiler.is_compiling() else made.grad_fn
     return made
