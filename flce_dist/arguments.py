@@ -224,7 +224,7 @@ def _check_call(given: Given, options: LossOptions) -> None:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"hidden_grad_scale must be a number, got {scale!r}")
     if not is_finite(scale):
-        raise ValueError(f"hidden_grad_scale must be finite, got {scale}")
+        raise ValueError(f"hidden_grad_scale must be finite in float32, got {scale}")
     if isinstance(given.aux, str) or not isinstance(given.aux, Sequence):
         raise TypeError(f"aux must be a sequence of names, got {given.aux!r}")
     for name in given.aux:

@@ -203,7 +203,7 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"normalizer must be a number or a 0-d tensor, got {value!r}")
     elif not is_finite(value) or value < 0:
-        raise ValueError(f"normalizer must be finite and not negative, got {value}")
+        raise ValueError(f"normalizer must be finite in float32 and not negative, got {value}")
 
 
 def check_accumulation(options: LossOptions, dtype: torch.dtype) -> None:
@@ -321,7 +321,8 @@ def sketch(tensor: Tensor) -> list[float]:
     place = torch.arange(1, len(rows) + 1, device=rows.device)
     hashes = place.mul_(place).mul_(-7046029254386353131)  # 2**64 / 1.618..., modulo 2**64
     weights = hashes.view(torch.int8).view(-1, 8)[:, 4:].to(dtype).mul_(0.75 / 128).add_(0.25)
-    return torch.cat([norm[None], rows @ weights]).tolist()
+    sums = weights.mul_(rows[:, None]).sum(0)  # no product of matrices: autocast would round it to 16 bits
+    return torch.cat([norm[None], sums]).tolist()
 
 
 def _close(a: list[float], b: list[float]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -34,6 +33,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+LARGEST = torch.finfo(torch.float32).max
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -223,12 +223,12 @@ def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not is_finite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+        raise ValueError(f"{name} must be finite in float32, got {value!r}")
 
 
 def is_finite(value: int | float) -> bool:
-    """Whether a number is one that a float can hold; an int may be too large to ask `math.isfinite`."""
-    return abs(value) <= sys.float_info.max
+    """Whether float32 can hold a number, in which losses are formed: 1e300 would be infinite there."""
+    return abs(value) <= LARGEST
 
 
 def _check_positive_int(name: str, value: object) -> None:

@@ -91,6 +91,15 @@ def test_hidden_grad_scale_is_a_finite_number(scale: Any) -> None:
         call(hidden_grad_scale=scale)
 
 
+@pytest.mark.parametrize("name", ["softcap", "logit_scale", "z_loss", "normalizer", "hidden_grad_scale"])
+@pytest.mark.parametrize("value", [1e39, 10**400])
+def test_numbers_beyond_float32(name: str, value: float) -> None:
+    """They would be infinite where the loss is formed, and a softcap of infinity gives nan."""
+    with pytest.raises(ValueError, match=f"{name} must be finite in float32"):
+        call(**{name: value})
+    assert call(**{name: 1e30}).isfinite()
+
+
 @pytest.mark.parametrize("max_tokens", [3, -1, 2.0])
 def test_max_tokens_is_checked(max_tokens: Any) -> None:
     """Too small for the tokens there are, or no count; and without token sharding it has no meaning."""

@@ -51,6 +51,9 @@ def test_the_sketch_passes_rounding(dtype: torch.dtype, num_rows: int, common: f
     noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for other in (rows * (1 + 2**-8 * noise), rows * (1 + 1e-4)):
         assert _close(sketch(rows.to(dtype)), sketch(other.to(dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = sketch(rows.to(dtype))
+    assert under_autocast == sketch(rows.to(dtype))
 
 
 def test_sketches_of_nothing_and_of_infinities() -> None:
