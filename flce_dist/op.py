@@ -47,6 +47,11 @@ class RowInputs(NamedTuple):
     weights: RowWeights
     column_weight: Tensor | None
 
+    def versions(self) -> list[int]:
+        """How often what may be the caller's own memory was written to; torch does not count it in inference mode."""
+        owned = (self.ids, self.target, self.column_weight)
+        return [tensor._version for tensor in owned if tensor is not None and not tensor.is_inference()]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -231,6 +236,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             # Gradients are handed out once, so they stay beside the saved tensors, which may be read twice.
             ctx.call, ctx.gradients, ctx.factor = call, gradients, factor
             ctx.save_for_backward(hidden, weight, bias, stats)
+            ctx.versions = call.inputs.versions()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, owned)
         return loss, stats, owned
@@ -253,7 +259,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                 'gradient run none: pass backward="recompute", or let weight require grad on all ranks'
             )
         hidden, weight, bias, stats = ctx.saved_tensors
-        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size() or weight.dim() != 2:
+        if ctx.call.inputs.versions() != ctx.versions:
+            raise RuntimeError(
+                "target or class_weight was modified in place between forward and backward, and this backward needs "
+                "it again: clone what is to be overwritten"
+            )
+        if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
             raise RuntimeError(
                 "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside "
                 "of the module that owns it), and this backward needs it again: compute the loss inside the head "

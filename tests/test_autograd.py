@@ -195,14 +195,32 @@ def test_accumulation_into_grad_is_not_aliased(reduction: str) -> None:
     compare.assert_close(full.weight.grad, 3 * expected.weight_grad, 1e-5, "weight gradient")
 
 
-def test_recomputing_backward_notices_a_changed_input() -> None:
-    case = Case(reduction="none")
-    full = leaves(case)
-    loss = linear_cross_entropy(full.hidden, full.weight, full.target, reduction="none")
+@pytest.mark.parametrize("name", ["weight", "target", "class_weight"])
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"backward": "recompute"}, {}], ids=str)
+def test_a_backward_that_needs_its_inputs_again_notices_a_changed_one(name: str, options: dict[str, Any]) -> None:
+    """The first one does not where forward has made the gradients."""
+    full = leaves(Case(class_weight=True))
+    loss = linear_cross_entropy(
+        full.hidden, full.weight, full.target, class_weight=full.class_weight, label_smoothing=0.1, **options
+    ).sum()
     with torch.no_grad():
-        full.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.sum().backward()
+        getattr(full, name).mul_(2)
+    if not options:
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_an_expanded_weight(options: dict[str, Any]) -> None:
+    """Its storage is smaller than its shape, and was not freed."""
+    case = Case(reduction=options.get("reduction", "mean"))
+    full = make_inputs(case)
+    column = full.weight[:, :1].clone().requires_grad_()
+    weight = column.expand(-1, case.hidden_size)
+    linear_cross_entropy(full.hidden, weight, full.target, **options).backward(full.upstream)
+    expected = oracle.reference(full.hidden, weight.detach(), full.target, upstream=full.upstream, **options)
+    compare.assert_close(column.grad, expected.weight_grad.sum(1, keepdim=True), 1e-5, "weight gradient")
 
 
 def _gradient_penalty(case: Case, backward: str) -> None:

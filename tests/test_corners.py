@@ -11,6 +11,7 @@ from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, Result, judge, make_inputs, reference_of, run_case
 from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
 
 BACKENDS = ["torch", "triton"]
 CUTS = {1: [0, 12], 2: [0, 5, 12], 3: [0, 4, 8, 12]}
@@ -78,6 +79,22 @@ def test_an_impossible_target_has_infinite_loss(world: int, backend: str, pool_f
     keywords = {"reduction": "none", "backend": backend}
     for loss, *_ in pool_for(backend).run(world, _with_bias, bias, keywords):
         assert (loss == math.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("target", [2**31, 2**32 + 3, 3 - 2**32, 2**40 + 3, 2**63 - 1, -(2**63)])
+def test_ids_beyond_32_bits_are_outside_the_vocabulary(target: int, world: int, backend: str, pool_for: Any) -> None:
+    """Whatever columns their lower bits would be."""
+    assert_all_raise(pool_for(backend).outcomes(world, _wide_id, target, backend), "IndexError", str(target))
+
+
+def _wide_id(ctx: Context, target: int, backend: str) -> None:
+    shard = VocabShard.even(12, ctx.rank, ctx.world)
+    linear_cross_entropy(
+        torch.ones(3, 4), torch.ones(shard.num_rows, 4), torch.tensor([0, target, 1]), group=ctx.group,
+        vocab_shard=shard, backend=backend,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, -0.25, 100.0])

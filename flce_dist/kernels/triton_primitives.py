@@ -47,6 +47,13 @@ def exp_of_target(m, at_target, owned):
 
 
 @triton.jit
+def load_column(target, num_columns):
+    """A row's target; -1 where it is not among the columns. Ids have 64 bits, columns 32."""
+    t = tl.load(target)
+    return tl.where((t >= 0) & (t < num_columns), t, -1).to(tl.int32)
+
+
+@triton.jit
 def mark_row(row, target, owned, num_columns, padded):
     """Writes -inf where a row's tiles should not look: behind its columns, and at its target.
 

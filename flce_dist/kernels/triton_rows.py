@@ -16,7 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .spec import RowSpec, RowWeights, stats_dtype
-from .triton_primitives import MAX_ROW, OTHERS_ROW, OWNED_ROW, TARGET_ROW, exp_of_target, grad_row, log1p, scan_row
+from .triton_primitives import (
+    MAX_ROW,
+    OTHERS_ROW,
+    OWNED_ROW,
+    TARGET_ROW,
+    exp_of_target,
+    grad_row,
+    load_column,
+    log1p,
+    scan_row,
+)
 
 _PER_CALL = ["stats_stride", "num_columns", "first_column"]
 _UNALIGNED = ["stats", "target", "target_weight", "uniform_weight", "square_weight", "column_weight", "residual"]
@@ -30,7 +40,7 @@ def _row_stats_kernel(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     scan_row(
-        logits + i * logits_stride, stats + i, stats_stride, tl.load(target + i).to(tl.int32), column_weight,
+        logits + i * logits_stride, stats + i, stats_stride, load_column(target + i, num_columns), column_weight,
         num_columns, first_column, SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
     )  # fmt: skip
 
@@ -47,7 +57,7 @@ def _row_grad_kernel(
     if WEIGHT >= 0:
         weight_sum = tl.load(stats + WEIGHT * stats_stride)
     grad_row(
-        logits + i * logits_stride, grad + i * grad_stride, tl.load(target + i).to(tl.int32),
+        logits + i * logits_stride, grad + i * grad_stride, load_column(target + i, num_columns),
         tl.load(stats + MAX_ROW * stats_stride), tl.load(stats + OTHERS_ROW * stats_stride),
         tl.load(stats + TARGET_ROW * stats_stride), tl.load(stats + OWNED_ROW * stats_stride), weight_sum,
         tl.load(target_weight + i), uniform_weight, square_weight, i, column_weight, residual, num_columns,
@@ -64,7 +74,7 @@ def _row_stats_grad_kernel(
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * logits_stride
-    t = tl.load(target + i).to(tl.int32)
+    t = load_column(target + i, num_columns)
     m, others, at_target, owned, weight_sum = scan_row(
         row, stats + i, stats_stride, t, column_weight, num_columns, 0,
         SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,

@@ -128,8 +128,8 @@ DEVICE_MESSAGE_LENGTH = 254
 
 
 def _require(condition: Tensor, message: str, host: bool, remedy: str = "") -> None:
-    """Raises UnsupportedForward; without `host`, on a GPU, it is a device-side assertion that nobody waits for, and where
-    a graph is traced one of the graph."""
+    """Raises UnsupportedForward; without `host` on a GPU, and in a graph that is traced, an assertion of the device
+    that nobody waits for."""
     if torch.compiler.is_compiling() or (condition.device.type != "cpu" and not host):
         torch._assert_async(condition, f"flce_dist: {message}"[:DEVICE_MESSAGE_LENGTH])
     elif not condition:
