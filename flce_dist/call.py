@@ -41,7 +41,7 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
     def row_inputs() -> RowInputs:
         ids = tokens.to_loop(target, fill=options.ignore_index)
         valid = ids != options.ignore_index
-        weight_of_row = None if token_weight is None else tokens.to_loop(token_weight, fill=0.0)
+        weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
         column_weight = None
         if args.class_weight is not None and options.label_smoothing:
             column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()

@@ -31,7 +31,8 @@ def row_weights(
 ) -> RowWeights:
     """Coefficients of the rows' losses, in `dtype`, reduction included.
 
-    `target` and `valid` are `[N]`, the tokens of the whole group; `class_weight [vocab_size]`; `token_weight [N]`.
+    `target` and `valid` are `[N]`, the tokens of the whole group; `class_weight [vocab_size]`; `token_weight [N]` in
+    `dtype`.
     """
     per_token = valid.to(dtype)
     class_of_target = per_token
@@ -48,7 +49,7 @@ def row_weights(
             if class_weight is not None:
                 divisor = _never_zero(class_of_target.sum())
     if token_weight is not None:
-        weight = torch.where(valid, token_weight.to(dtype), 0.0)
+        weight = torch.where(valid, token_weight, 0.0)
         class_of_target, per_token = class_of_target * weight, per_token * weight
     smoothing = options.label_smoothing
     return RowWeights(

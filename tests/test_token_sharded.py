@@ -171,6 +171,23 @@ def test_max_tokens_too_small_on_one_rank_raises_on_all(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, differ), "ValueError", "max_tokens")
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float32)], ids=str)
+def test_token_weights_travel_in_one_dtype(dtypes: tuple[torch.dtype, ...], workers: Pool) -> None:
+    """Whatever each rank gives: their bytes would be taken for those of another number."""
+    case = make_case({"tokens": (6, 6)})
+    for rank_dtypes in (dtypes, dtypes[::-1]):
+        weights = {
+            rank: {"token_weight": torch.linspace(0.5, 3.0, 6).to(dtype)} for rank, dtype in enumerate(rank_dtypes)
+        }
+        same = {rank: {"token_weight": given["token_weight"].float()} for rank, given in weights.items()}
+        for got, expected in zip(
+            workers.run(2, _ranks_with_own_option, case, weights),
+            workers.run(2, _ranks_with_own_option, case, same),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+
+
 def _trainable_on_one_rank(ctx: Context, body: bool, reduction: str) -> None:
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(ctx.rank)).requires_grad_(body)
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(9)).requires_grad_(ctx.rank == 0)
