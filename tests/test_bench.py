@@ -164,11 +164,52 @@ def test_efficiency_is_against_one_rank_of_the_same_run() -> None:
     assert scaling.table(alone) == ""
 
 
-@pytest.mark.parametrize("arguments", [["--methods", "flce,nothing"], ["--shapes", "tiny,3"], ["--budgets", "4apples"]])
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--device", "cpu", *arguments])
-    assert arguments[1].split(",")[-1] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--methods", "flce,nothing", "known: flce, "),
+        ("--methods", ",", "names separated by commas"),
+        ("--methods", "", "names separated by commas"),
+        ("--shapes", "tiny,3", "nor N,H,V"),
+        ("--chunk-rows", "a", "whole number of at least 1"),
+        ("--chunk-rows", "16,0", "whole number of at least 1"),
+        ("--chunk-rows", "-5", "whole number of at least 1"),
+        ("--budgets", "4apples", "must look like"),
+        ("--budgets", "1MiB,0", "at least one byte"),
+        ("--ignored", "1.5", "at least 0 and below 1"),
+        ("--ignored", "nan", "at least 0 and below 1"),
+        ("--ignored", "half", "a number"),
+        ("--rounds", "0", "whole number of at least 1"),
+        ("--rounds", "-1", "whole number of at least 1"),
+        ("--round-seconds", "0", "positive number of seconds"),
+        ("--round-seconds", "inf", "positive number of seconds"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was expected and what came, in the last line."""
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["--device", "cpu", f"{option}={value}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert expected in said
+    assert value.split(",")[-1] in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--device", "cuda"], "torch sees no CUDA device here"), (["--sweep", "ranks"], "torchrun --standalone")],
+)
+def test_what_this_run_cannot_do_is_refused(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(arguments)
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_reference_is_the_oracle() -> None:
@@ -250,9 +291,11 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
 
 
 def _sweep(ctx: Context, out: str) -> None:
-    args = parse_arguments(
-        [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(ctx.world))
+        args = parse_arguments(
+            [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
+        )
     ranks = Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})
     rows = []
     for shape, num_ranks, budgets in bench.cases(args, ranks):

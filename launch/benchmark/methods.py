@@ -279,10 +279,12 @@ def parse_methods(text: str) -> list[Method]:
     """Methods from names separated by commas; "all" is every one.
 
     Raises:
-        ValueError: an unknown name; the message lists the names.
+        ValueError: an unknown name, or none at all; the message lists the names.
     """
     names = list(METHODS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
+    if not names:
+        raise ValueError(f"methods must be names separated by commas, got {text!r}; known: {', '.join(METHODS)}")
     if unknown:
         raise ValueError(f"unknown methods {', '.join(unknown)}; known: {', '.join(METHODS)}")
     return [METHODS[name] for name in names]
