@@ -35,11 +35,17 @@ SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
 
 @dataclass
 class Entry:
-    """A row and the step that is measured for it; without a step it could not be made ready."""
+    """A row and the step that is measured for it; without a step it could not be made ready.
+
+    Args:
+        is_floor: whether others are compared with it; a replay of the floor is not.
+        method: what it measures; None for the floor and its replay.
+    """
 
     row: Row
     step: Callable[[], object] | None = None
     is_floor: bool = False
+    method: methods.Method | None = None
     program: methods.Program | None = field(default=None, repr=False)
 
 
@@ -136,16 +142,16 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     for method in args.methods:
         for setting, chunking in settings if method.chunked else [("", {})]:
             rows = None
-            if method.chunked:
-                itemsize = max(problem.hidden.dtype.itemsize, 4 if "fp32-logits" in method.name else 0)
+            if method.chunked and not args.skip_ignored:  # which leaves fewer rows than these to be cut
+                itemsize = method.logits_itemsize(problem.hidden.dtype)
                 budget = LossOptions(**chunking).budget_bytes
                 columns = -(-shape.vocab_size // problem.num_ranks)
                 rows = planned_rows(
                     shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows")
                 )
-            entry = Entry(row(method.name, setting, rows))
+            entry = Entry(row(method.name, setting, rows), method=method)
             by_method.append(entry)
-            _guarded(entry, problem.group, partial(_build, entry, method, problem, chunking, args))
+            _guarded(entry, problem.group, partial(_build, entry, problem, chunking, args))
     for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):
         if n < shape.num_tokens:
             cut = floor.gemms(problem, n, forward_only)
@@ -153,14 +159,9 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     return entries + by_method
 
 
-def _build(
-    entry: Entry,
-    method: methods.Method,
-    problem: workload.Problem,
-    chunking: dict[str, Any],
-    args: argparse.Namespace,
-) -> None:
-    entry.program = methods.build(method, problem, chunking, args.skip_ignored)
+def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], args: argparse.Namespace) -> None:
+    assert entry.method is not None
+    entry.program = methods.build(entry.method, problem, chunking, args.skip_ignored)
     entry.step = partial(entry.program.run, args.forward_only)
 
 
@@ -219,11 +220,7 @@ def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
     """CUDA-graph replays of the floor and of the package's methods."""
     graphs = []
     for entry in entries:
-        if (
-            entry.step is None
-            or entry.row.status != "ok"
-            or not (entry.is_floor or entry.row.method.startswith("flce"))
-        ):
+        if entry.step is None or entry.row.status != "ok" or (entry.method is not None and not entry.method.chunked):
             continue
         source = entry.row
         row = Row(**{**vars(source), "method": f"{source.method} (graph)", "extra_peak_bytes": None, "errors": {}})
@@ -245,7 +242,7 @@ def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Prob
     for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
         entry.row.seconds = seconds
     whole = entries[0].row
-    cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor and "(graph)" not in entry.row.method}
+    cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor}
     cut[problem.shape.num_tokens] = whole
     for entry in ready:
         if whole.seconds:

@@ -69,6 +69,39 @@ def test_forward_only_and_ignored_tokens(tmp_path: Path) -> None:
     assert rows["flce"]["errors"]["loss_error"] < 1e-5
 
 
+def test_chunks_of_dropped_tokens_are_not_told(tmp_path: Path) -> None:
+    """The loss cuts the tokens that are left, so the rows planned for all, and all of them cut, say nothing."""
+    options = ["--shapes", "48,16,301", "--methods", "flce", "--budgets", "16KiB", "--ignored", "0.5"]
+    _, rows = run(tmp_path, *options)
+    assert rows["flce budget=0.015625MiB"]["chunk_rows"] == 13
+    assert rows["flce budget=0.015625MiB"]["to_cut_floor"] > 0
+    _, rows = run(tmp_path, *options, "--skip-ignored")
+    assert list(rows) == ["floor: 3 GEMMs", "flce budget=0.015625MiB"]
+    assert rows["flce budget=0.015625MiB"]["chunk_rows"] is None
+    assert rows["flce budget=0.015625MiB"]["to_cut_floor"] is None
+
+
+def test_what_is_measured_follows_from_a_methods_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from its name: logits of eight bytes halve the rows of a budget, and what is in chunks is captured."""
+    wide = dataclasses.replace(methods.METHODS["flce"], name="wide", options={"logits_dtype": torch.float64})
+    monkeypatch.setitem(methods.METHODS, "wide", wide)
+    args = parse_arguments([*QUICK, "--methods", "flce,wide,eager"])
+    entries = bench.prepare(args, problem(), ["16KiB"])
+    assert [e.row.chunk_rows for e in entries if e.method is not None] == [13, 6, None]
+    monkeypatch.setattr(bench, "_capture", lambda *_: None)
+    graphs = [entry.row.method for entry in bench._graphs(entries, problem())]
+    floors = [f"{entry.row.method} (graph)" for entry in entries if entry.is_floor]
+    assert graphs == [*floors, "flce (graph)", "wide (graph)"]
+
+
+def test_methods_are_different() -> None:
+    """No name for what another one does already."""
+    ours = [dict(method.options) for method in methods.METHODS.values() if method.chunked]
+    assert all(options not in ours[:i] for i, options in enumerate(ours))
+    reduce_in_fp32 = {"hidden_grad_reduce_dtype": torch.float32}  # the default
+    assert reduce_in_fp32 not in ours
+
+
 def test_what_is_not_installed_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: Problem) -> Program:
         import a_package_that_nobody_has  # type: ignore[import-not-found]
@@ -279,10 +312,10 @@ def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
 
 
 def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
-    first, second = workers.run(2, _measure, "flce,flce-fp32-reduce,flce-sharded-tokens,eager,loss_parallel")
+    first, second = workers.run(2, _measure, "flce,flce-narrow-reduce,flce-sharded-tokens,eager,loss_parallel")
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
     found = {row["method"]: row for row in first}
-    for name in ("flce", "flce-fp32-reduce", "flce-sharded-tokens"):
+    for name in ("flce", "flce-narrow-reduce", "flce-sharded-tokens"):
         assert found[name]["status"] == "ok", found[name]["reason"]
         assert found[name]["errors"]["hidden_error"] < 1e-5
         assert found[name]["errors"]["weight_error"] < 1e-5
