@@ -15,7 +15,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -256,11 +256,13 @@ def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> N
     facts = report.environment(device, ["bench.py", *sys.argv[1:]])
     scaling.set_efficiencies(rows)
     print("\n" + report.table(rows) + scaling.table(rows))
-    versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("command", "date"))
-    print(f"\n{versions}")
+    shown = {key: value for key, value in facts.items() if key not in ("command", "date") and value is not None}
+    print("\n" + ", ".join(f"{key} {value}" for key, value in shown.items()))
     print("MiB: extra peak above the inputs, " + ("caching allocator" if device.type == "cuda" else "CPU allocator"))
-    settings = {key: str(value) for key, value in vars(args).items()} | {
-        "methods": [method.name for method in args.methods]
+    settings = vars(args) | {
+        "methods": [method.name for method in args.methods],
+        "shapes": [asdict(shape) for shape in args.shapes],
+        "out": str(args.out),
     }
     path = args.out / "results.json"
     report.write_json(path, rows, facts, settings)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,42 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["flce rows=16"]["extra_peak_bytes"] < rows["flce rows=48"]["extra_peak_bytes"]
     assert rows["flce rows=16"]["to_cut_floor"] > 0
     assert "flce rows=16" in capsys.readouterr().out
+
+
+def test_the_results_say_how_to_repeat_them(tmp_path: Path) -> None:
+    run(tmp_path, "--shapes", "8,4,20", "--methods", "flce", "--chunk-rows", "4", "--ignored", "0.25")
+    found = json.loads((tmp_path / "results.json").read_text())
+    expected = {
+        "shapes": [{"name": "8,4,20", "num_tokens": 8, "hidden_size": 4, "vocab_size": 20}],
+        "methods": ["flce"], "chunk_rows": [4], "budgets": [], "ignored": 0.25, "rounds": 2, "round_seconds": 0.001,
+        "graph": False, "sweep": None, "seed": 0, "out": str(tmp_path),
+    }  # fmt: skip
+    assert {name: found["settings"][name] for name in expected} == expected
+    facts = found["environment"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", facts["flce_dist"])
+    assert facts["world_size"] == 1
+    assert facts["torch"] == torch.__version__
+
+
+def test_the_commit_is_that_of_the_files_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(report, "PACKAGE", package)
+
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert report._commit() is None, "not tracked: an installed package beside somebody's checkout"
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("tag", "-am", "a tag is not a commit", "v1")
+    assert report._commit() == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed = True")
+    assert report._commit() == git("rev-parse", "HEAD") + "-dirty"
 
 
 def test_forward_only_and_ignored_tokens(tmp_path: Path) -> None:
