@@ -149,7 +149,8 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
                 rows = planned_rows(
                     shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows")
                 )
-            entry = Entry(row(method.name, setting, rows), method=method)
+            given = LossOptions(**chunking).budget_bytes
+            entry = Entry(row(method.name, setting, rows, budget_bytes=given), method=method)
             by_method.append(entry)
             _guarded(entry, problem.group, partial(_build, entry, problem, chunking, args))
     for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):
@@ -268,11 +269,18 @@ def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> N
     report.write_json(path, rows, facts, settings)
     print(f"wrote {path}")
     if args.sweep:
-        what = ", ".join(map(str, args.shapes)) if args.sweep == "ranks" else str(args.shapes[0])
-        varied = f" with other {args.sweep}" if args.sweep in SWEEP_FACTORS else ""
-        title = f"{what}{varied}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
-        for written in plots.plot_sweep(args.sweep, rows, title, args.out):
+        title = f"{_sizes(args)}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
+        for written in plots.plot_sweep(args.sweep, rows, title, args.out, args.forward_only):
             print(f"wrote {written}")
+
+
+def _sizes(args: argparse.Namespace) -> str:
+    """Those that do not vary."""
+    if args.sweep == "ranks" and len(args.shapes) > 1:
+        return ", ".join(shape.name for shape in args.shapes)
+    shape = args.shapes[0]
+    sizes = {"tokens": f"N {shape.num_tokens}", "hidden": f"H {shape.hidden_size}", "vocab": f"V {shape.vocab_size}"}
+    return " ".join(size for name, size in sizes.items() if name != args.sweep)
 
 
 def _mebibytes(text: str) -> str:

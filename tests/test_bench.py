@@ -15,7 +15,7 @@ import torch
 import bench
 import bench_fsdp_head
 import gpu_check
-from benchmark import accuracy, floor, measure, methods, report, scaling, workload
+from benchmark import accuracy, floor, measure, methods, plots, report, scaling, workload
 from benchmark.arguments import parse_arguments
 from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
@@ -187,14 +187,77 @@ def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch
     assert rows["flce"]["status"] == "ok"
 
 
-@pytest.mark.parametrize("sweep", ["tokens", "budget"])
-def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Those that are drawn, by the name of their file."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need the [bench] extra")
+    drawn: dict[str, Any] = {}
+    save = pyplot.Figure.savefig
+
+    def keep(figure: Any, path: Path, **options: Any) -> None:
+        save(figure, path, **options)
+        drawn[path.stem] = figure
+
+    monkeypatch.setattr(pyplot.Figure, "savefig", keep)
+    return drawn
+
+
+def test_plots_say_what_they_show(tmp_path: Path, figures: dict[str, Any]) -> None:
+    rows = [report.Row.of(TINY, 1, "flce", seconds=[0.001], to_floor=1.25)]
+    plots.plot_sweep("tokens", rows, "title", tmp_path)
+    assert figures["tokens-time"].axes[0].get_ylabel() == "forward + backward (ms)"
+    assert figures["tokens-ratio"].axes[0].get_ylabel() == "forward + backward / three whole GEMMs"
+    plots.plot_sweep("tokens", rows, "title", tmp_path, forward_only=True)
+    assert figures["tokens-time"].axes[0].get_ylabel() == "forward (ms)"
+    assert figures["tokens-ratio"].axes[0].get_ylabel() == "forward / the whole logits GEMM"
+
+
+def test_budgets_are_drawn_beside_what_has_none(tmp_path: Path, figures: dict[str, Any]) -> None:
+    """At the budget that was given, though the chunk of one budget may be that of another."""
+    mib = 2**20
+    rows = [
+        report.Row.of(TINY, 1, "floor: 3 GEMMs", extra_peak_bytes=7 * mib),
+        report.Row.of(TINY, 1, "floor: 3 GEMMs, cut", "rows=48", 48, extra_peak_bytes=6 * mib),
+        report.Row.of(TINY, 1, "flce", "budget=1MiB", 48, budget_bytes=mib, extra_peak_bytes=4 * mib),
+        report.Row.of(TINY, 1, "flce", "a label", 48, budget_bytes=2 * mib, extra_peak_bytes=5 * mib),
+        report.Row.of(TINY, 1, "eager", extra_peak_bytes=9 * mib),
+        report.Row.of(TINY, 1, "compile", status="failed"),
+    ]
+    plots.plot_sweep("budget", rows, "title", tmp_path)
+    (axes,) = figures["budget-memory"].axes
+    assert axes.get_xlabel() == "budget for the logits of a chunk (MiB)"
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines) == ["flce", "floor: 3 GEMMs", "eager"]
+    assert lines["flce"].get_xydata().tolist() == [[1, 4], [2, 5]]
+    assert set(lines["floor: 3 GEMMs"].get_ydata()) == {7}
+    assert set(lines["eager"].get_ydata()) == {9}
+
+
+def test_a_legend_covers_no_line(tmp_path: Path, figures: dict[str, Any]) -> None:
+    rows = [
+        report.Row.of(shape, 1, name, extra_peak_bytes=2**20 * (1 + len(name) * shape.num_tokens))
+        for name in methods.METHODS
+        for shape in (TINY, TINY.resized(num_tokens=96))
+    ]
+    plots.plot_sweep("tokens", rows, "title", tmp_path)
+    figure = figures["tokens-memory"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(methods.METHODS)
+    box, inside = legend.get_window_extent(), figure.axes[0].get_window_extent()
+    assert box.y1 <= inside.y0
+    assert inside.height > 0.5 * figure.bbox.height
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(("sweep", "title"), [("tokens", "H 8 V 200\n"), ("budget", "N 32 H 8 V 200\n")])
+def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str, title: str, figures: dict[str, Any]) -> None:
     budgets = ["--budgets", "4KiB,16KiB"] if sweep == "budget" else []
     code, _ = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce,eager", "--sweep", sweep, *budgets)
     assert code == 0
     for name in ("time", "memory", "ratio"):
         assert (tmp_path / f"{sweep}-{name}.png").stat().st_size > 1000
+        assert figures[f"{sweep}-{name}"].axes[0].get_title().startswith(title)
 
 
 def test_a_profile_names_the_matrix_products(tmp_path: Path) -> None:

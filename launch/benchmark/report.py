@@ -34,6 +34,7 @@ class Row:
     Args:
         status: "ok", "unavailable" (not installed, or not for this number of ranks) or "failed".
         chunk_rows: rows of a chunk, for what works in chunks.
+        budget_bytes: what was given for the logits of a chunk.
         seconds: of one call, for each round; the slowest rank's.
         to_floor: median over the rounds of the time over the whole GEMMs' time.
         to_cut_floor: the same over the GEMMs cut into the same chunks.
@@ -51,6 +52,7 @@ class Row:
     method: str
     setting: str = ""
     chunk_rows: int | None = None
+    budget_bytes: int | None = None
     status: str = "ok"
     reason: str = ""
     seconds: list[float] = field(default_factory=list)
