@@ -397,6 +397,19 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert report.median_ratio([1.1, 2.2, 1.2], [1.0, 2.0, 1.0]) == pytest.approx(1.1)
 
 
+def test_columns_do_not_run_together() -> None:
+    label = "flce-fp32-logits-narrow-reduce rows=131072 (graph)"
+    row = report.Row.of(
+        TINY, 1, label, chunk_rows=131072, seconds=[98765.4321], to_floor=294480.0, to_cut_floor=12345.0,
+        extra_peak_bytes=2**60, errors={"loss_error": 1e-300, "hidden_error": 0.0, "weight_error": 1e300},
+    )  # fmt: skip
+    *_, header, line = report.table([row]).splitlines()
+    assert line.removeprefix(label).split() == [
+        "131072", "98765432.100", "294480.000", "12345.000", str(2**40), "1.0e-300", "0.0e+00", "-", "1.0e+300",
+    ]  # fmt: skip
+    assert header.split("  ")[0] == "method"
+
+
 def test_trained_inputs_look_trained() -> None:
     shape = Shape("head", 1024, 64, 2000)
     hidden, weight, target = workload.make_inputs(shape, torch.float32, CPU, "trained", 0.0, 0)
