@@ -94,8 +94,9 @@ def tests(args: argparse.Namespace) -> list[Line]:
             continue
         for suite in report.iter("testsuite"):
             counts.update({name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
-        lines += [_bad_test(case, kind) for case in report.iter("testcase") for kind in case if kind.tag in BAD]
-        if code not in PASSED and not any(line.failed for line in lines):
+        bad_tests = [_bad_test(case, kind) for case in report.iter("testcase") for kind in case if kind.tag in BAD]
+        lines += bad_tests
+        if code not in PASSED and not bad_tests:
             lines.append(Line("tests", "FAILED", f"pytest ended with code {code}: {log}", True))
     bad = counts["failures"] + counts["errors"]
     passed = counts["tests"] - bad - counts["skipped"]

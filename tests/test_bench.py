@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -479,6 +480,24 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
         assert bool(said) == (said is results[0][1])
     assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
     assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +-$", results[0][1], flags=re.MULTILINE)
+
+
+def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose tests all passed and whose process then died, too, whatever others did."""
+    case = "<testcase classname='c' name='{}'>{}</testcase>"
+    passed, failed = case.format("good", ""), case.format("bad", "<failure message='wrong'/>")
+    ends = {"one": (1, passed + failed), "two": (-11, passed), "three": (0, passed), "gpu and timing": (5, "")}
+
+    def report_of(out: Path, marks: str, name: str, *_: str) -> Any:
+        code, cases = ends[marks if marks in ends else name]
+        return out / f"{name}.log", code, ElementTree.fromstring(f"<r><testsuite tests='1'>{cases}</testsuite></r>")
+
+    monkeypatch.setattr(gpu_check, "_test_files", lambda _: ["one.py", "two.py", "three.py"])
+    monkeypatch.setattr(gpu_check, "test_report", report_of)
+    _, *lines = gpu_check.tests(gpu_check.parse_arguments(["--out", str(tmp_path)]))
+    assert [(line.what.strip(), line.failed) for line in lines] == [("c::bad", True), ("tests", True)]
+    assert "code -11" in lines[1].detail
+    assert "two.log" in lines[1].detail
 
 
 def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
