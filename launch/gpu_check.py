@@ -26,6 +26,7 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+COLLECT_TIMEOUT_S = 120
 TESTS_TIMEOUT_S = 420
 BENCH_TIMEOUT_S = 240
 CORES_PER_RUN = 2
@@ -107,7 +108,12 @@ def tests(args: argparse.Namespace) -> list[Line]:
 def _test_files(paths: Sequence[str]) -> list[str]:
     """Files with `gpu` tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *paths]
-    found = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    try:
+        found = subprocess.run(
+            command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"gpu_check: collecting the tests took more than {COLLECT_TIMEOUT_S} s") from None
     files = sorted({line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line})
     if found.returncode not in PASSED or not files:
         raise SystemExit(f"gpu_check: cannot collect the tests\n{found.stdout}{found.stderr}")
@@ -183,6 +189,7 @@ def _environment() -> dict[str, str]:
 def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> int:
     """Exit code of the command, whose output goes to `log`, and to this terminal unless `quiet`; it is ended after
     `timeout` s."""
+    expired = False
     print("$", " ".join(command), flush=True)
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -198,11 +205,14 @@ def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> in
                     print(line, end="", flush=True)
                 file.write(line)
             code = process.wait()
+            expired = not timer.is_alive()
         finally:
             timer.cancel()
             process.kill()
-    if code < 0:
-        print(f"ended by signal {-code}, perhaps after {timeout} s", flush=True)
+    if expired:
+        print(f"{log.stem}: ended after {timeout} s", flush=True)
+    elif code < 0:
+        print(f"{log.stem}: ended by signal {-code}", flush=True)
     return code
 
 

@@ -500,6 +500,16 @@ def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPa
     assert "two.log" in lines[1].detail
 
 
+def test_gpu_check_waits_for_nothing_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "COLLECT_TIMEOUT_S", 0.01)
+    with pytest.raises(SystemExit, match=r"collecting the tests took more than 0\.01 s"):
+        gpu_check._test_files(["tests"])
+    assert gpu_check._run(["sleep", "60"], tmp_path / "sleeper.log", 1, quiet=True) != 0
+    assert "sleeper: ended after 1 s" in capsys.readouterr().out
+
+
 def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU: run `python launch/gpu_check.py`")
