@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 COLLECT_TIMEOUT_S = 120
 TESTS_TIMEOUT_S = 420
 BENCH_TIMEOUT_S = 240
+GRACE_S = 60
+"""torchrun waits 30 s for its workers."""
 CORES_PER_RUN = 2
 PASSED = (0, 5)  # pytest's codes: all passed, and none selected
 BAD = ("failure", "error")
@@ -189,15 +191,14 @@ def _environment() -> dict[str, str]:
 def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> int:
     """Exit code of the command, whose output goes to `log`, and to this terminal unless `quiet`; it is ended after
     `timeout` s."""
-    expired = False
+    expired = threading.Event()
     print("$", " ".join(command), flush=True)
     with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
-        # SIGTERM: torchrun ends its workers then, and those of the tests end when their parent is gone.
-        timer = threading.Timer(timeout, process.terminate)
+        timer = threading.Timer(timeout, _end, [process, expired])
         timer.start()
         try:
             for line in process.stdout:
@@ -205,15 +206,25 @@ def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> in
                     print(line, end="", flush=True)
                 file.write(line)
             code = process.wait()
-            expired = not timer.is_alive()
         finally:
             timer.cancel()
             process.kill()
-    if expired:
+    if expired.is_set():
         print(f"{log.stem}: ended after {timeout} s", flush=True)
     elif code < 0:
         print(f"{log.stem}: ended by signal {-code}", flush=True)
     return code
+
+
+def _end(process: subprocess.Popen[str], expired: threading.Event) -> None:
+    """With SIGTERM: torchrun ends its workers then, those of the tests end when their parent is gone, and a benchmark
+    writes what it has. What hangs in a call of the driver does not hear it."""
+    expired.set()
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -186,6 +190,44 @@ def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch
     assert code == 1
     assert "too large" in rows["all methods"]["reason"]
     assert rows["flce"]["status"] == "ok"
+
+
+def _sweep_that_ends(out: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]) -> None:
+    """A sweep over tokens that comes to its end at the second of its six sizes."""
+    make = workload.make_inputs
+
+    def some(shape: Shape, *rest: Any) -> Any:
+        return end() if shape.num_tokens == 4 else make(shape, *rest)
+
+    monkeypatch.setattr(workload, "make_inputs", some)
+    bench.main([*QUICK, "--out", str(out), "--shapes", "32,4,20", "--methods", "flce", "--sweep", "tokens"])
+
+
+def test_what_was_measured_survives_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        _sweep_that_ends(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["method"], row["num_tokens"]) for row in rows] == [("floor: 3 GEMMs", 2), ("flce", 2)]
+    assert figures.keys() == {"tokens-time", "tokens-memory", "tokens-ratio"}
+    assert "\nflce  " in capsys.readouterr().out
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nothing can handle: the results of a size are there before the next one starts."""
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(json.loads((tmp_path / "results.json").read_text())["rows"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _sweep_that_ends(tmp_path, monkeypatch, read)
+    assert [(row["method"], row["num_tokens"]) for row in found] == [("floor: 3 GEMMs", 2), ("flce", 2)]
 
 
 @pytest.fixture
@@ -450,7 +492,7 @@ def _sweep(ctx: Context, out: str) -> None:
             rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, False)
     if ctx.rank == 0:
         with contextlib.redirect_stdout(io.StringIO()):
-            bench.finish(args, rows, CPU)
+            bench.finish(args, rows, report.environment(CPU, []))
 
 
 def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -> None:
@@ -506,8 +548,13 @@ def test_gpu_check_waits_for_nothing_without_end(
     monkeypatch.setattr(gpu_check, "COLLECT_TIMEOUT_S", 0.01)
     with pytest.raises(SystemExit, match=r"collecting the tests took more than 0\.01 s"):
         gpu_check._test_files(["tests"])
-    assert gpu_check._run(["sleep", "60"], tmp_path / "sleeper.log", 1, quiet=True) != 0
-    assert "sleeper: ended after 1 s" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.1)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    assert gpu_check._run([sys.executable, "-c", deaf], tmp_path / "deaf.log", 1, quiet=True) == -signal.SIGKILL
+    assert gpu_check._run(["sleep", "60"], tmp_path / "sleeper.log", 1, quiet=True) == -signal.SIGTERM
+    said = capsys.readouterr().out
+    assert "deaf: ended after 1 s" in said
+    assert "sleeper: ended after 1 s" in said
 
 
 def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
