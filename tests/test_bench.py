@@ -144,6 +144,21 @@ def test_methods_are_different() -> None:
     assert reduce_in_fp32 not in ours
 
 
+DOCS = Path(__file__).parent.parent / "docs" / "benchmarking.md"
+
+
+@pytest.mark.parametrize(("heading", "names"), [("Shapes", workload.SHAPES), ("Methods", methods.METHODS)])
+def test_the_docs_name_everything_that_can_be_measured(heading: str, names: dict[str, Any]) -> None:
+    (section,) = re.findall(rf"^### {heading}\n(.*?)^#", DOCS.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert sorted(set(names) - set(re.findall(r"`([^`]+)`", section))) == []
+    assert [name for name in re.findall(r"`(flce[\w-]*)`", section) if name not in names] == []
+
+
+def test_the_docs_name_every_benchmark() -> None:
+    scripts = {path.name for path in Path(bench.__file__).parent.glob("bench*.py")}
+    assert scripts - set(re.findall(r"`launch/(\w+\.py)`", DOCS.read_text())) == set()
+
+
 def test_what_is_not_installed_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_: Problem) -> Program:
         import a_package_that_nobody_has  # type: ignore[import-not-found]
