@@ -180,6 +180,7 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         "vocab_size": args.shard.vocab_size,
         "the hidden size": args.hidden.shape[1],
         "the dtype": str(args.hidden.dtype),
+        "the kind of device": args.hidden.device.type,
         "the hidden layout": args.hidden_layout,
         "the options": {key: str(value) for key, value in asdict(args.options).items()},
         "whether hidden requires grad": needs[0],
