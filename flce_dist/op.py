@@ -71,7 +71,8 @@ class Call:
 
     @cached_property
     def inputs(self) -> RowInputs:
-        """Made at the first use, in the loop, where these small operations hide behind the first GEMM."""
+        """Made at the first use, in the loop, where these small operations hide behind the first GEMM. With
+        token-sharded hidden states one all-gather of the targets, and one of the token weights if given."""
         return self.make_inputs()
 
     def hidden_gradient(self, hidden: Tensor) -> HiddenGradient:
@@ -145,6 +146,7 @@ def run_chunks(
             hidden_grad.start_reduce(part, start, stop)
         if needs.weight or needs.bias:
             weight_grad.add(grad, x, split=hidden_grad is not None and hidden_grad.is_reduced)
+        del x  # so that a gathered chunk takes the memory of the one before
 
     return stats, Gradients(None if hidden_grad is None else hidden_grad.finish(), *weight_grad.finish())
 
@@ -164,15 +166,16 @@ def softmax_rows(
     One all-gather of `[K, C]` with more than one rank, unless the statistics are known.
     """
     rows, spec, columns, group = call.rows, call.spec, call.inputs.column_weight, call.tokens.group
-    if not stats_known and group is None and weights is not None:
-        rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
-        return
-    if not stats_known and group is None:
-        rows.row_stats(logits, target, stats, spec, columns)
-    elif not stats_known and group is not None:
-        local = torch.empty_like(stats, memory_format=torch.contiguous_format)
-        rows.row_stats(logits, target, local, spec, columns, call.shard.start)
-        rows.combine(collectives.all_gather(local, group), stats, spec)
+    if not stats_known:
+        if group is None and weights is not None:
+            rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
+            return
+        if group is None:
+            rows.row_stats(logits, target, stats, spec, columns)
+        else:
+            local = torch.empty_like(stats, memory_format=torch.contiguous_format)
+            rows.row_stats(logits, target, local, spec, columns, call.shard.start)
+            rows.combine(collectives.all_gather(local, group), stats, spec)
     if weights is not None:
         rows.row_grad_(logits, grad, target, stats, weights, spec, columns, residual)
 
