@@ -182,7 +182,7 @@ def _scale(x, factor, num_elements, num_programs, ACC: tl.constexpr, BLOCK: tl.c
             tl.store(x + i, value.to(x.dtype.element_ty), mask=i < num_elements)
 
 
-@triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"])
+@triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"], do_not_specialize_on_alignment=["factor"])
 def _scale_kernel(
     a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):
