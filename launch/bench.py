@@ -15,7 +15,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,17 @@ SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
 
 @dataclass
 class Entry:
-    """A row and the step that is measured for it; without a step it could not be made ready."""
+    """A row and the step that is measured for it; without a step it could not be made ready.
+
+    Args:
+        is_floor: whether others are compared with it; a replay of the floor is not.
+        method: what it measures; None for the floor and its replay.
+    """
 
     row: Row
     step: Callable[[], object] | None = None
     is_floor: bool = False
+    method: methods.Method | None = None
     program: methods.Program | None = field(default=None, repr=False)
 
 
@@ -136,16 +142,17 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     for method in args.methods:
         for setting, chunking in settings if method.chunked else [("", {})]:
             rows = None
-            if method.chunked:
-                itemsize = max(problem.hidden.dtype.itemsize, 4 if "fp32-logits" in method.name else 0)
+            if method.chunked and not args.skip_ignored:  # which leaves fewer rows than these to be cut
+                itemsize = method.logits_itemsize(problem.hidden.dtype)
                 budget = LossOptions(**chunking).budget_bytes
                 columns = -(-shape.vocab_size // problem.num_ranks)
                 rows = planned_rows(
                     shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows")
                 )
-            entry = Entry(row(method.name, setting, rows))
+            given = LossOptions(**chunking).budget_bytes
+            entry = Entry(row(method.name, setting, rows, budget_bytes=given), method=method)
             by_method.append(entry)
-            _guarded(entry, problem.group, partial(_build, entry, method, problem, chunking, args))
+            _guarded(entry, problem.group, partial(_build, entry, problem, chunking, args))
     for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):
         if n < shape.num_tokens:
             cut = floor.gemms(problem, n, forward_only)
@@ -153,14 +160,9 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     return entries + by_method
 
 
-def _build(
-    entry: Entry,
-    method: methods.Method,
-    problem: workload.Problem,
-    chunking: dict[str, Any],
-    args: argparse.Namespace,
-) -> None:
-    entry.program = methods.build(method, problem, chunking, args.skip_ignored)
+def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], args: argparse.Namespace) -> None:
+    assert entry.method is not None
+    entry.program = methods.build(entry.method, problem, chunking, args.skip_ignored)
     entry.step = partial(entry.program.run, args.forward_only)
 
 
@@ -219,11 +221,7 @@ def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
     """CUDA-graph replays of the floor and of the package's methods."""
     graphs = []
     for entry in entries:
-        if (
-            entry.step is None
-            or entry.row.status != "ok"
-            or not (entry.is_floor or entry.row.method.startswith("flce"))
-        ):
+        if entry.step is None or entry.row.status != "ok" or (entry.method is not None and not entry.method.chunked):
             continue
         source = entry.row
         row = Row(**{**vars(source), "method": f"{source.method} (graph)", "extra_peak_bytes": None, "errors": {}})
@@ -245,7 +243,7 @@ def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Prob
     for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
         entry.row.seconds = seconds
     whole = entries[0].row
-    cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor and "(graph)" not in entry.row.method}
+    cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor}
     cut[problem.shape.num_tokens] = whole
     for entry in ready:
         if whole.seconds:
@@ -259,21 +257,30 @@ def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> N
     facts = report.environment(device, ["bench.py", *sys.argv[1:]])
     scaling.set_efficiencies(rows)
     print("\n" + report.table(rows) + scaling.table(rows))
-    versions = ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("command", "date"))
-    print(f"\n{versions}")
+    shown = {key: value for key, value in facts.items() if key not in ("command", "date") and value is not None}
+    print("\n" + ", ".join(f"{key} {value}" for key, value in shown.items()))
     print("MiB: extra peak above the inputs, " + ("caching allocator" if device.type == "cuda" else "CPU allocator"))
-    settings = {key: str(value) for key, value in vars(args).items()} | {
-        "methods": [method.name for method in args.methods]
+    settings = vars(args) | {
+        "methods": [method.name for method in args.methods],
+        "shapes": [asdict(shape) for shape in args.shapes],
+        "out": str(args.out),
     }
     path = args.out / "results.json"
     report.write_json(path, rows, facts, settings)
     print(f"wrote {path}")
     if args.sweep:
-        what = ", ".join(map(str, args.shapes)) if args.sweep == "ranks" else str(args.shapes[0])
-        varied = f" with other {args.sweep}" if args.sweep in SWEEP_FACTORS else ""
-        title = f"{what}{varied}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
-        for written in plots.plot_sweep(args.sweep, rows, title, args.out):
+        title = f"{_sizes(args)}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
+        for written in plots.plot_sweep(args.sweep, rows, title, args.out, args.forward_only):
             print(f"wrote {written}")
+
+
+def _sizes(args: argparse.Namespace) -> str:
+    """Those that do not vary."""
+    if args.sweep == "ranks" and len(args.shapes) > 1:
+        return ", ".join(shape.name for shape in args.shapes)
+    shape = args.shapes[0]
+    sizes = {"tokens": f"N {shape.num_tokens}", "hidden": f"H {shape.hidden_size}", "vocab": f"V {shape.vocab_size}"}
+    return " ".join(size for name, size in sizes.items() if name != args.sweep)
 
 
 def _mebibytes(text: str) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import bench
 import bench_fsdp_head
 import gpu_check
-from benchmark import accuracy, floor, measure, methods, report, scaling, workload
+from benchmark import accuracy, floor, measure, methods, plots, report, scaling, workload
 from benchmark.arguments import parse_arguments
 from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
@@ -58,6 +59,42 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "flce rows=16" in capsys.readouterr().out
 
 
+def test_the_results_say_how_to_repeat_them(tmp_path: Path) -> None:
+    run(tmp_path, "--shapes", "8,4,20", "--methods", "flce", "--chunk-rows", "4", "--ignored", "0.25")
+    found = json.loads((tmp_path / "results.json").read_text())
+    expected = {
+        "shapes": [{"name": "8,4,20", "num_tokens": 8, "hidden_size": 4, "vocab_size": 20}],
+        "methods": ["flce"], "chunk_rows": [4], "budgets": [], "ignored": 0.25, "rounds": 2, "round_seconds": 0.001,
+        "graph": False, "sweep": None, "seed": 0, "out": str(tmp_path),
+    }  # fmt: skip
+    assert {name: found["settings"][name] for name in expected} == expected
+    facts = found["environment"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", facts["flce_dist"])
+    assert facts["world_size"] == 1
+    assert facts["torch"] == torch.__version__
+
+
+def test_the_commit_is_that_of_the_files_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(report, "PACKAGE", package)
+
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert report._commit() is None, "not tracked: an installed package beside somebody's checkout"
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("tag", "-am", "a tag is not a commit", "v1")
+    assert report._commit() == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed = True")
+    assert report._commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
 def test_forward_only_and_ignored_tokens(tmp_path: Path) -> None:
     code, rows = run(
         tmp_path, "--shapes", "48,16,301", "--methods", "flce,eager", "--forward-only", "--ignored", "0.75",
@@ -67,6 +104,39 @@ def test_forward_only_and_ignored_tokens(tmp_path: Path) -> None:
     assert "floor: logits GEMM" in rows
     assert rows["flce"]["errors"].keys() == {"loss_error"}
     assert rows["flce"]["errors"]["loss_error"] < 1e-5
+
+
+def test_chunks_of_dropped_tokens_are_not_told(tmp_path: Path) -> None:
+    """The loss cuts the tokens that are left, so the rows planned for all, and all of them cut, say nothing."""
+    options = ["--shapes", "48,16,301", "--methods", "flce", "--budgets", "16KiB", "--ignored", "0.5"]
+    _, rows = run(tmp_path, *options)
+    assert rows["flce budget=0.015625MiB"]["chunk_rows"] == 13
+    assert rows["flce budget=0.015625MiB"]["to_cut_floor"] > 0
+    _, rows = run(tmp_path, *options, "--skip-ignored")
+    assert list(rows) == ["floor: 3 GEMMs", "flce budget=0.015625MiB"]
+    assert rows["flce budget=0.015625MiB"]["chunk_rows"] is None
+    assert rows["flce budget=0.015625MiB"]["to_cut_floor"] is None
+
+
+def test_what_is_measured_follows_from_a_methods_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from its name: logits of eight bytes halve the rows of a budget, and what is in chunks is captured."""
+    wide = dataclasses.replace(methods.METHODS["flce"], name="wide", options={"logits_dtype": torch.float64})
+    monkeypatch.setitem(methods.METHODS, "wide", wide)
+    args = parse_arguments([*QUICK, "--methods", "flce,wide,eager"])
+    entries = bench.prepare(args, problem(), ["16KiB"])
+    assert [e.row.chunk_rows for e in entries if e.method is not None] == [13, 6, None]
+    monkeypatch.setattr(bench, "_capture", lambda *_: None)
+    graphs = [entry.row.method for entry in bench._graphs(entries, problem())]
+    floors = [f"{entry.row.method} (graph)" for entry in entries if entry.is_floor]
+    assert graphs == [*floors, "flce (graph)", "wide (graph)"]
+
+
+def test_methods_are_different() -> None:
+    """No name for what another one does already."""
+    ours = [dict(method.options) for method in methods.METHODS.values() if method.chunked]
+    assert all(options not in ours[:i] for i, options in enumerate(ours))
+    reduce_in_fp32 = {"hidden_grad_reduce_dtype": torch.float32}  # the default
+    assert reduce_in_fp32 not in ours
 
 
 def test_what_is_not_installed_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +187,77 @@ def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch
     assert rows["flce"]["status"] == "ok"
 
 
-@pytest.mark.parametrize("sweep", ["tokens", "budget"])
-def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Those that are drawn, by the name of their file."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need the [bench] extra")
+    drawn: dict[str, Any] = {}
+    save = pyplot.Figure.savefig
+
+    def keep(figure: Any, path: Path, **options: Any) -> None:
+        save(figure, path, **options)
+        drawn[path.stem] = figure
+
+    monkeypatch.setattr(pyplot.Figure, "savefig", keep)
+    return drawn
+
+
+def test_plots_say_what_they_show(tmp_path: Path, figures: dict[str, Any]) -> None:
+    rows = [report.Row.of(TINY, 1, "flce", seconds=[0.001], to_floor=1.25)]
+    plots.plot_sweep("tokens", rows, "title", tmp_path)
+    assert figures["tokens-time"].axes[0].get_ylabel() == "forward + backward (ms)"
+    assert figures["tokens-ratio"].axes[0].get_ylabel() == "forward + backward / three whole GEMMs"
+    plots.plot_sweep("tokens", rows, "title", tmp_path, forward_only=True)
+    assert figures["tokens-time"].axes[0].get_ylabel() == "forward (ms)"
+    assert figures["tokens-ratio"].axes[0].get_ylabel() == "forward / the whole logits GEMM"
+
+
+def test_budgets_are_drawn_beside_what_has_none(tmp_path: Path, figures: dict[str, Any]) -> None:
+    """At the budget that was given, though the chunk of one budget may be that of another."""
+    mib = 2**20
+    rows = [
+        report.Row.of(TINY, 1, "floor: 3 GEMMs", extra_peak_bytes=7 * mib),
+        report.Row.of(TINY, 1, "floor: 3 GEMMs, cut", "rows=48", 48, extra_peak_bytes=6 * mib),
+        report.Row.of(TINY, 1, "flce", "budget=1MiB", 48, budget_bytes=mib, extra_peak_bytes=4 * mib),
+        report.Row.of(TINY, 1, "flce", "a label", 48, budget_bytes=2 * mib, extra_peak_bytes=5 * mib),
+        report.Row.of(TINY, 1, "eager", extra_peak_bytes=9 * mib),
+        report.Row.of(TINY, 1, "compile", status="failed"),
+    ]
+    plots.plot_sweep("budget", rows, "title", tmp_path)
+    (axes,) = figures["budget-memory"].axes
+    assert axes.get_xlabel() == "budget for the logits of a chunk (MiB)"
+    lines = {line.get_label(): line for line in axes.lines}
+    assert list(lines) == ["flce", "floor: 3 GEMMs", "eager"]
+    assert lines["flce"].get_xydata().tolist() == [[1, 4], [2, 5]]
+    assert set(lines["floor: 3 GEMMs"].get_ydata()) == {7}
+    assert set(lines["eager"].get_ydata()) == {9}
+
+
+def test_a_legend_covers_no_line(tmp_path: Path, figures: dict[str, Any]) -> None:
+    rows = [
+        report.Row.of(shape, 1, name, extra_peak_bytes=2**20 * (1 + len(name) * shape.num_tokens))
+        for name in methods.METHODS
+        for shape in (TINY, TINY.resized(num_tokens=96))
+    ]
+    plots.plot_sweep("tokens", rows, "title", tmp_path)
+    figure = figures["tokens-memory"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(methods.METHODS)
+    box, inside = legend.get_window_extent(), figure.axes[0].get_window_extent()
+    assert box.y1 <= inside.y0
+    assert inside.height > 0.5 * figure.bbox.height
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize(("sweep", "title"), [("tokens", "H 8 V 200\n"), ("budget", "N 32 H 8 V 200\n")])
+def test_a_sweep_writes_its_plots(tmp_path: Path, sweep: str, title: str, figures: dict[str, Any]) -> None:
     budgets = ["--budgets", "4KiB,16KiB"] if sweep == "budget" else []
     code, _ = run(tmp_path, "--shapes", "32,8,200", "--methods", "flce,eager", "--sweep", sweep, *budgets)
     assert code == 0
     for name in ("time", "memory", "ratio"):
         assert (tmp_path / f"{sweep}-{name}.png").stat().st_size > 1000
+        assert figures[f"{sweep}-{name}"].axes[0].get_title().startswith(title)
 
 
 def test_a_profile_names_the_matrix_products(tmp_path: Path) -> None:
@@ -164,11 +297,52 @@ def test_efficiency_is_against_one_rank_of_the_same_run() -> None:
     assert scaling.table(alone) == ""
 
 
-@pytest.mark.parametrize("arguments", [["--methods", "flce,nothing"], ["--shapes", "tiny,3"], ["--budgets", "4apples"]])
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--device", "cpu", *arguments])
-    assert arguments[1].split(",")[-1] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--methods", "flce,nothing", "known: flce, "),
+        ("--methods", ",", "names separated by commas"),
+        ("--methods", "", "names separated by commas"),
+        ("--shapes", "tiny,3", "nor N,H,V"),
+        ("--chunk-rows", "a", "whole number of at least 1"),
+        ("--chunk-rows", "16,0", "whole number of at least 1"),
+        ("--chunk-rows", "-5", "whole number of at least 1"),
+        ("--budgets", "4apples", "must look like"),
+        ("--budgets", "1MiB,0", "at least one byte"),
+        ("--ignored", "1.5", "at least 0 and below 1"),
+        ("--ignored", "nan", "at least 0 and below 1"),
+        ("--ignored", "half", "a number"),
+        ("--rounds", "0", "whole number of at least 1"),
+        ("--rounds", "-1", "whole number of at least 1"),
+        ("--round-seconds", "0", "positive number of seconds"),
+        ("--round-seconds", "inf", "positive number of seconds"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was expected and what came, in the last line."""
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(["--device", "cpu", f"{option}={value}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert expected in said
+    assert value.split(",")[-1] in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--device", "cuda"], "torch sees no CUDA device here"), (["--sweep", "ranks"], "torchrun --standalone")],
+)
+def test_what_this_run_cannot_do_is_refused(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(arguments)
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_reference_is_the_oracle() -> None:
@@ -238,10 +412,10 @@ def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
 
 
 def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
-    first, second = workers.run(2, _measure, "flce,flce-fp32-reduce,flce-sharded-tokens,eager,loss_parallel")
+    first, second = workers.run(2, _measure, "flce,flce-narrow-reduce,flce-sharded-tokens,eager,loss_parallel")
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
     found = {row["method"]: row for row in first}
-    for name in ("flce", "flce-fp32-reduce", "flce-sharded-tokens"):
+    for name in ("flce", "flce-narrow-reduce", "flce-sharded-tokens"):
         assert found[name]["status"] == "ok", found[name]["reason"]
         assert found[name]["errors"]["hidden_error"] < 1e-5
         assert found[name]["errors"]["weight_error"] < 1e-5
@@ -250,9 +424,11 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
 
 
 def _sweep(ctx: Context, out: str) -> None:
-    args = parse_arguments(
-        [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(ctx.world))
+        args = parse_arguments(
+            [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
+        )
     ranks = Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})
     rows = []
     for shape, num_ranks, budgets in bench.cases(args, ranks):

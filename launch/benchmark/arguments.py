@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--budgets", type=_budgets, default=[], help="bytes of a chunk, such as 512MiB,1GiB; default the package's")
     add("--dtype", choices=DTYPES, help="default bf16, on CPU fp32")
     add("--data", choices=("random", "trained"), default="random", help="trained: a head with a large common component")
-    add("--ignored", type=float, default=0.0, help="share of ignored targets")
+    add("--ignored", type=_share, default=0.0, help="share of ignored targets")
     add("--skip-ignored", action="store_true", help="drop ignored tokens before the first GEMM (flce methods)")
     add("--forward-only", action="store_true", help="no gradients; the floor is the logits GEMM")
     add("--graph", action="store_true", help="also replay the flce methods and the floor as CUDA graphs")
@@ -37,8 +38,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         choices=("tokens", "vocab", "budget", "ranks"),
         help="vary this and plot it; all but ranks: the first shape",
     )
-    add("--rounds", type=int, help="default 12, on CPU 5")
-    add("--round-seconds", type=float, default=0.06, help="time a method gets in a round")
+    add("--rounds", type=_count, help="default 12, on CPU 5")
+    add("--round-seconds", type=_seconds, default=0.06, help="time a method gets in a round")
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), help="default cuda where there is one")
     add("--out", type=Path, default=Path("runs/bench"), help="folder of results.json and the plots")
@@ -46,13 +47,21 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here; leave it out, or give --device cpu")
     args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
     args.rounds = args.rounds or (12 if on_gpu else 5)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     rivals = SHARDED_RIVALS if ranks > 1 else RIVALS
-    args.methods = args.methods or (f"{OURS},{rivals}" if on_gpu else "flce,flce-fp32-accum,eager,loss_parallel")
+    if args.methods is None:
+        args.methods = f"{OURS},{rivals}" if on_gpu else "flce,flce-fp32-accum,eager,loss_parallel"
     if args.graph and not on_gpu:
         parser.error("--graph needs CUDA")
+    if args.sweep == "ranks" and ranks == 1:
+        parser.error(
+            "--sweep ranks needs several processes, this is one; start it as "
+            "torchrun --standalone --nproc-per-node 2 launch/bench.py --sweep ranks"
+        )
     try:
         args.methods = methods.parse_methods(args.methods)
         args.shapes = [workload.parse_shape(text) for text in args.shapes or ["llama3-8k" if on_gpu else "cpu"]]
@@ -61,14 +70,43 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_count(part) for part in text.split(",")]
 
 
 def _budgets(text: str) -> list[str]:
     for part in text.split(","):
         try:
-            parse_bytes("budget", part)
+            num_bytes = parse_bytes("budget", part)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        if num_bytes < 1:
+            raise argparse.ArgumentTypeError(f"a budget must be at least one byte, got {part!r}")
     return text.split(",")
+
+
+def _share(text: str) -> float:
+    value = _float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a share of at least 0 and below 1, got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _float(text)
+    if not (value > 0.0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None

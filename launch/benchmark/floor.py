@@ -46,9 +46,3 @@ def _logits(buffer: Tensor, chunk: Tensor, weight: Tensor) -> Tensor:
     part = buffer[: chunk.shape[0]]
     torch.mm(chunk, weight.t(), out=part)
     return part
-
-
-def flops(problem: Problem, forward_only: bool) -> float:
-    """Floating-point operations of the products on this rank."""
-    one = 2.0 * problem.shape.num_tokens * problem.shape.hidden_size * problem.shard.num_columns
-    return one if forward_only else 3.0 * one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,10 +57,10 @@ class Program:
 class Method:
     """
     Args:
-        build: makes it ready; raises `Unavailable` when it is not installed.
+        build: makes it ready, given the options; raises `Unavailable` when it is not installed.
         sharded: works on a vocabulary that is sharded over ranks.
         single: works on one rank.
-        chunked: takes the benchmark's chunk rows and budgets.
+        chunked: takes the benchmark's chunk rows and budgets, and can be captured: this package.
     """
 
     name: str
@@ -68,6 +68,11 @@ class Method:
     sharded: bool = False
     single: bool = True
     chunked: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def logits_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of a logit for inputs of a dtype."""
+        return max(dtype.itemsize, self.options.get("logits_dtype", dtype).itemsize)
 
 
 def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignored: bool) -> Program:
@@ -81,8 +86,8 @@ def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignor
         raise Unavailable("works on several ranks only (start with torchrun)")
     try:
         if method.chunked:
-            return method.build(problem, **chunking, skip_ignored=skip_ignored)
-        return method.build(problem)
+            return method.build(problem, **method.options, **chunking, skip_ignored=skip_ignored)
+        return method.build(problem, **method.options)
     except ImportError as error:
         raise Unavailable(f"not installed: {error}") from error
 
@@ -241,7 +246,7 @@ FP32 = torch.float32
 
 
 def _flce_method(name: str, sharded: bool = True, single: bool = True, **options: Any) -> Method:
-    return Method(name, partial(_flce, **options), sharded=sharded, single=single, chunked=True)
+    return Method(name, _flce, sharded=sharded, single=single, chunked=True, options=options)
 
 
 METHODS = {
@@ -252,7 +257,6 @@ METHODS = {
         _flce_method("flce-fp32-accum", accum_dtype=FP32),
         _flce_method("flce-fp32-logits", logits_dtype=FP32),
         _flce_method("flce-narrow-reduce", single=False, hidden_grad_reduce_dtype=INPUT_DTYPE),
-        _flce_method("flce-fp32-reduce", single=False, hidden_grad_reduce_dtype=FP32),
         _flce_method(
             "flce-fp32-logits-narrow-reduce", single=False, logits_dtype=FP32, hidden_grad_reduce_dtype=INPUT_DTYPE
         ),
@@ -263,11 +267,11 @@ METHODS = {
         Method("compile", _compile),
         Method("torch", _torch),
         Method("liger", _liger),
-        Method("liger-chunk16", partial(_liger, chunk_mem_const=16)),
+        Method("liger-chunk16", _liger, options={"chunk_mem_const": 16}),
         Method("cce", _cce, sharded=True),
-        Method("cce-exact", partial(_cce, filter_eps=None), sharded=True),
+        Method("cce-exact", _cce, sharded=True, options={"filter_eps": None}),
         Method("fla", _fla, sharded=True),
-        Method("fla-bf16-accum", partial(_fla, accumulate_grad_in_fp32=False), sharded=True),
+        Method("fla-bf16-accum", _fla, sharded=True, options={"accumulate_grad_in_fp32": False}),
         Method("megatron", _megatron, sharded=True, single=False),
         Method("verl", _verl, sharded=True),
         Method("loss_parallel", _loss_parallel, sharded=True, single=False),
@@ -279,10 +283,12 @@ def parse_methods(text: str) -> list[Method]:
     """Methods from names separated by commas; "all" is every one.
 
     Raises:
-        ValueError: an unknown name; the message lists the names.
+        ValueError: an unknown name, or none at all; the message lists the names.
     """
     names = list(METHODS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
+    if not names:
+        raise ValueError(f"methods must be names separated by commas, got {text!r}; known: {', '.join(METHODS)}")
     if unknown:
         raise ValueError(f"unknown methods {', '.join(unknown)}; known: {', '.join(METHODS)}")
     return [METHODS[name] for name in names]

@@ -12,30 +12,29 @@ Value = Callable[[Row], float | None]
 X_AXES: dict[str, tuple[str, Value]] = {
     "tokens": ("tokens N", lambda row: row.num_tokens),
     "vocab": ("vocabulary V", lambda row: row.vocab_size),
-    "budget": ("logits of one chunk (MiB)", lambda row: _chunk_mebibytes(row)),
+    "budget": ("budget for the logits of a chunk (MiB)", lambda row: _mebibytes(row.budget_bytes)),
     "ranks": ("ranks", lambda row: row.num_ranks),
 }
 Y_AXES: dict[str, tuple[str, Value]] = {
-    "time": ("forward + backward (ms)", lambda row: row.ms),
+    "time": ("{step} (ms)", lambda row: row.ms),
     "memory": ("extra peak (MiB)", lambda row: _mebibytes(row.extra_peak_bytes)),
-    "ratio": ("time / three whole GEMMs", lambda row: row.to_floor),
+    "ratio": ("{step} / {floor}", lambda row: row.to_floor),
     "efficiency": ("time of one rank / (ranks x time)", lambda row: row.efficiency),
 }
+TRAINING = {"step": "forward + backward", "floor": "three whole GEMMs"}
+EVALUATION = {"step": "forward", "floor": "the whole logits GEMM"}
+MARKERS = "osD^vPX*"
+ROW_INCHES = 0.17
+"""Of a legend."""
 
 
 def _mebibytes(value: int | None) -> float | None:
     return None if value is None else value / MEBIBYTE
 
 
-def _chunk_mebibytes(row: Row) -> float | None:
-    if row.chunk_rows is None or not row.setting.startswith("budget="):
-        return None
-    return float(row.setting.removeprefix("budget=").split("MiB")[0])
-
-
-def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> list[Path]:
+def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path, forward_only: bool = False) -> list[Path]:
     """One picture for each of time, memory, ratio to the floor and, over ranks, efficiency; one line a method; returns
-    the files."""
+    the files. Over budgets, what has no chunks is a dashed line from side to side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,12 +43,18 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
     x_label, x_value = X_AXES[sweep]
     written = []
     for name, (y_label, y_value) in Y_AXES.items():
-        lines = _lines([row for row in rows if row.status == "ok"], sweep, x_value, y_value)
+        measured = [row for row in rows if row.status == "ok"]
+        lines = _lines(measured, sweep, x_value, y_value)
         if not lines:
             continue
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        levels = _levels(measured, y_value) if sweep == "budget" else {}
+        rows_of_legend = -(-(len(lines) + len(levels)) // 2)
+        figure, axes = pyplot.subplots(figsize=(7, 4 + ROW_INCHES * rows_of_legend), layout="constrained")
+        for i, (label, points) in enumerate(lines.items()):
+            marker = MARKERS[i % len(MARKERS)]
+            axes.plot(*zip(*points, strict=True), marker=marker, markersize=5, alpha=0.8, label=label)
+        for i, (label, y) in enumerate(levels.items(), start=len(lines)):
+            axes.axhline(y, linestyle="--", color=f"C{i}", label=label)
         axes.set_xscale("log", base=2)
         if name in ("time", "memory"):
             axes.set_yscale("log")
@@ -59,15 +64,21 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path) -> lis
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set_ylabel(y_label.format_map(EVALUATION if forward_only else TRAINING))
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         path = folder / f"{sweep}-{name}.png"
         figure.savefig(path, dpi=130)
         pyplot.close(figure)
         written.append(path)
     return written
+
+
+def _levels(rows: Sequence[Row], y_value: Value) -> dict[str, float]:
+    """Of what has neither chunks nor a budget for them."""
+    whole = {row.label: y_value(row) for row in rows if row.chunk_rows is None and row.budget_bytes is None}
+    return {label: y for label, y in whole.items() if y is not None}
 
 
 def _lines(rows: Sequence[Row], sweep: str, x_value: Value, y_value: Value) -> dict[str, list[tuple[float, float]]]:
@@ -92,7 +103,7 @@ def plot_efficiency(predicted: Mapping[str, Points], measured: Mapping[str, Poin
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 4 + ROW_INCHES * -(-len(predicted) // 2)), layout="constrained")
     for label, points in predicted.items():
         (line,) = axes.plot(*zip(*points, strict=True), linestyle="--", marker="o", mfc="none", label=label)
         if label in measured:
@@ -105,7 +116,7 @@ def plot_efficiency(predicted: Mapping[str, Points], measured: Mapping[str, Poin
     axes.set_xlabel("ranks (hollow: predicted, full: measured)")
     axes.set_ylabel("time of one rank / (ranks x time)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

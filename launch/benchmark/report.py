@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import subprocess
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -13,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils import collect_env
+
+import flce_dist
 
 from .workload import Shape
 
 MEBIBYTE = 2**20
+PACKAGE = Path(flce_dist.__file__).parent
 PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "fla-core", "megatron-core", "verl", "numpy")
 
 
@@ -27,6 +34,7 @@ class Row:
     Args:
         status: "ok", "unavailable" (not installed, or not for this number of ranks) or "failed".
         chunk_rows: rows of a chunk, for what works in chunks.
+        budget_bytes: what was given for the logits of a chunk.
         seconds: of one call, for each round; the slowest rank's.
         to_floor: median over the rounds of the time over the whole GEMMs' time.
         to_cut_floor: the same over the GEMMs cut into the same chunks.
@@ -44,6 +52,7 @@ class Row:
     method: str
     setting: str = ""
     chunk_rows: int | None = None
+    budget_bytes: int | None = None
     status: str = "ok"
     reason: str = ""
     seconds: list[float] = field(default_factory=list)
@@ -77,24 +86,56 @@ def median_ratio(seconds: Sequence[float], floor_seconds: Sequence[float]) -> fl
 
 
 def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """Machine, versions and command that the figures belong to."""
+    """Machine, versions and command that the figures belong to; a version that cannot be found is None."""
     found: dict[str, Any] = {
         "command": " ".join(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
+        "flce_dist": _version_of_package(),
+        "commit": _commit(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
         "threads": torch.get_num_threads(),
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
     }
     if device.type == "cuda":
+        found["num_gpus"] = torch.cuda.device_count()
         found["cuda"] = torch.version.cuda
+        found["driver"] = collect_env.get_nvidia_driver_version(collect_env.run)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
         found["device_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        if (installed := _version(name)) is not None:
+            found[name] = installed
     return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _version_of_package() -> str | None:
+    """Of the files that are imported: those of a checkout need not be what is installed."""
+    project = PACKAGE.parent / "pyproject.toml"
+    if project.exists():
+        return str(tomllib.loads(project.read_text())["project"]["version"])
+    return _version("flce-dist")
+
+
+def _commit() -> str | None:
+    """The commit of the package's files, with "-dirty" when something was changed since; None outside of a checkout."""
+    git = ["git", "-C", str(PACKAGE)]
+    try:
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True)
+        if tracked.returncode:
+            return None
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except FileNotFoundError:  # no git on this machine
+        return None
 
 
 def table(rows: Sequence[Row]) -> str:
