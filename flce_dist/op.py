@@ -88,13 +88,17 @@ class Call:
 
 def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
     """Power of two that fp16 gradients of forward carry until backward, where the loss scale arrives: a mean's `p / N`
-    would underflow before. It brings the largest coefficient of a row to at most 1, so that nothing overflows
+    would underflow before. It brings the largest coefficient of a logit to at most 1, so that nothing overflows
     instead."""
     if dtype != torch.float16 or call.tokens.num_rows == 0:
         return 1.0
-    target, uniform, _ = call.inputs.weights
-    coefficient = target.abs() if uniform is None else target.abs() + uniform.abs() * call.shard.vocab_size
-    largest = coefficient.amax()
+    target, uniform, square = call.inputs.weights
+    coefficient = target.abs()
+    if uniform is not None:
+        coefficient = coefficient + uniform.abs() * call.shard.vocab_size
+    if square is not None:
+        coefficient = coefficient + 2.0 * square.abs()  # times the log-sum-exp, which is not known yet
+    largest = coefficient.amax() * abs(call.options.logit_scale)
     return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
 
 
