@@ -21,7 +21,7 @@ from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_a
 from .checks import check_normalizer
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
-from .op import Gradients, Needs, compute, recompute
+from .op import Gradients, Needs, check_first_derivative, compute, recompute
 from .options import LossOptions, recomputes
 from .shard import VocabShard
 
@@ -237,6 +237,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    check_first_derivative()
     grad_loss = grads[0]
     if ctx.recompute:
         gradients = _backward(grad_loss, *ctx.saved_tensors, ctx.config, ctx.needs)

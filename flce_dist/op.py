@@ -232,6 +232,17 @@ def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor
     call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
 
 
+def check_first_derivative() -> None:
+    """
+    Raises:
+        RuntimeError: in a backward with create_graph, whose result would lack the second derivative.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
+        )
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats, owned)`, as in `Computed`; only
     `loss` is differentiable."""
@@ -252,10 +263,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
-            )
+        check_first_derivative()
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)

@@ -169,6 +169,22 @@ def test_sizes_that_change_may_be_arguments() -> None:
         torch.testing.assert_close(compiled(*given), loss(*given))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_of_a_graph_are_an_error(reduction: str) -> None:
+    """A gradient penalty would be dropped without a word; backends with a backward graph of their own raise by
+    themselves."""
+    full = make_inputs(Case())
+    hidden = full.hidden.requires_grad_()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, full.weight, full.target, reduction=reduction).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    torch.autograd.grad(compiled(hidden), hidden)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(compiled(hidden), hidden, create_graph=True)
+
+
 def test_evaluation_in_a_graph() -> None:
     torch._dynamo.reset()
     full = make_inputs(Case())
