@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parse_arguments(arguments)
     ranks = Ranks.start(args.device)
     rows: list[Row] = []
+    facts = report.environment(ranks.device, ["bench.py", *sys.argv[1:]])
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         for shape, num_ranks, budgets in cases(args, ranks):
             if ranks.rank < num_ranks:
@@ -66,10 +69,13 @@ def main(arguments: Sequence[str]) -> int:
                     measured = [Row.of(shape, num_ranks, "all methods", status="failed", reason=_reason(error))]
                     _collect(ranks.device)
                 rows += measured
+                if ranks.rank == 0:
+                    write(args, rows, facts)  # now: what hangs later may be killed
             ranks.wait()
     finally:
         if ranks.rank == 0 and rows:
-            finish(args, rows, ranks.device)
+            finish(args, rows, facts)
+        signal.signal(signal.SIGTERM, before)
     return int(any(row.status == "failed" for row in rows))
 
 
@@ -253,21 +259,28 @@ def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Prob
             entry.row.to_cut_floor = report.median_ratio(entry.row.seconds, same_cut.seconds)
 
 
-def finish(args: argparse.Namespace, rows: list[Row], device: torch.device) -> None:
-    facts = report.environment(device, ["bench.py", *sys.argv[1:]])
+def _stop(signal_number: int, _: object) -> None:
+    """So that what was measured is shown."""
+    raise SystemExit(128 + signal_number)
+
+
+def write(args: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> None:
     scaling.set_efficiencies(rows)
-    print("\n" + report.table(rows) + scaling.table(rows))
-    shown = {key: value for key, value in facts.items() if key not in ("command", "date") and value is not None}
-    print("\n" + ", ".join(f"{key} {value}" for key, value in shown.items()))
-    print("MiB: extra peak above the inputs, " + ("caching allocator" if device.type == "cuda" else "CPU allocator"))
     settings = vars(args) | {
         "methods": [method.name for method in args.methods],
         "shapes": [asdict(shape) for shape in args.shapes],
         "out": str(args.out),
     }
-    path = args.out / "results.json"
-    report.write_json(path, rows, facts, settings)
-    print(f"wrote {path}")
+    report.write_json(args.out / "results.json", rows, facts, settings)
+
+
+def finish(args: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> None:
+    write(args, rows, facts)
+    print("\n" + report.table(rows) + scaling.table(rows))
+    shown = {key: value for key, value in facts.items() if key not in ("command", "date") and value is not None}
+    print("\n" + ", ".join(f"{key} {value}" for key, value in shown.items()))
+    print("MiB: extra peak above the inputs, " + ("caching allocator" if args.device == "cuda" else "CPU allocator"))
+    print(f"wrote {args.out / 'results.json'}")
     if args.sweep:
         title = f"{_sizes(args)}\n{args.dtype}, {facts['device']}, torch {facts['torch']}"
         for written in plots.plot_sweep(args.sweep, rows, title, args.out, args.forward_only):

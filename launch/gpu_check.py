@@ -26,8 +26,11 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+COLLECT_TIMEOUT_S = 120
 TESTS_TIMEOUT_S = 420
 BENCH_TIMEOUT_S = 240
+GRACE_S = 60
+"""torchrun waits 30 s for its workers."""
 CORES_PER_RUN = 2
 PASSED = (0, 5)  # pytest's codes: all passed, and none selected
 BAD = ("failure", "error")
@@ -94,8 +97,9 @@ def tests(args: argparse.Namespace) -> list[Line]:
             continue
         for suite in report.iter("testsuite"):
             counts.update({name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
-        lines += [_bad_test(case, kind) for case in report.iter("testcase") for kind in case if kind.tag in BAD]
-        if code not in PASSED and not any(line.failed for line in lines):
+        bad_tests = [_bad_test(case, kind) for case in report.iter("testcase") for kind in case if kind.tag in BAD]
+        lines += bad_tests
+        if code not in PASSED and not bad_tests:
             lines.append(Line("tests", "FAILED", f"pytest ended with code {code}: {log}", True))
     bad = counts["failures"] + counts["errors"]
     passed = counts["tests"] - bad - counts["skipped"]
@@ -106,7 +110,12 @@ def tests(args: argparse.Namespace) -> list[Line]:
 def _test_files(paths: Sequence[str]) -> list[str]:
     """Files with `gpu` tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *paths]
-    found = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    try:
+        found = subprocess.run(
+            command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"gpu_check: collecting the tests took more than {COLLECT_TIMEOUT_S} s") from None
     files = sorted({line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line})
     if found.returncode not in PASSED or not files:
         raise SystemExit(f"gpu_check: cannot collect the tests\n{found.stdout}{found.stderr}")
@@ -182,14 +191,14 @@ def _environment() -> dict[str, str]:
 def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> int:
     """Exit code of the command, whose output goes to `log`, and to this terminal unless `quiet`; it is ended after
     `timeout` s."""
+    expired = threading.Event()
     print("$", " ".join(command), flush=True)
     with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
-        # SIGTERM: torchrun ends its workers then, and those of the tests end when their parent is gone.
-        timer = threading.Timer(timeout, process.terminate)
+        timer = threading.Timer(timeout, _end, [process, expired])
         timer.start()
         try:
             for line in process.stdout:
@@ -200,9 +209,22 @@ def _run(command: list[str], log: Path, timeout: int, quiet: bool = False) -> in
         finally:
             timer.cancel()
             process.kill()
-    if code < 0:
-        print(f"ended by signal {-code}, perhaps after {timeout} s", flush=True)
+    if expired.is_set():
+        print(f"{log.stem}: ended after {timeout} s", flush=True)
+    elif code < 0:
+        print(f"{log.stem}: ended by signal {-code}", flush=True)
     return code
+
+
+def _end(process: subprocess.Popen[str], expired: threading.Event) -> None:
+    """With SIGTERM: torchrun ends its workers then, those of the tests end when their parent is gone, and a benchmark
+    writes what it has. What hangs in a call of the driver does not hear it."""
+    expired.set()
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 if __name__ == "__main__":

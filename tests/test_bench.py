@@ -4,10 +4,15 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -185,6 +190,44 @@ def test_a_shape_that_fails_does_not_lose_the_others(tmp_path: Path, monkeypatch
     assert code == 1
     assert "too large" in rows["all methods"]["reason"]
     assert rows["flce"]["status"] == "ok"
+
+
+def _sweep_that_ends(out: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]) -> None:
+    """A sweep over tokens that comes to its end at the second of its six sizes."""
+    make = workload.make_inputs
+
+    def some(shape: Shape, *rest: Any) -> Any:
+        return end() if shape.num_tokens == 4 else make(shape, *rest)
+
+    monkeypatch.setattr(workload, "make_inputs", some)
+    bench.main([*QUICK, "--out", str(out), "--shapes", "32,4,20", "--methods", "flce", "--sweep", "tokens"])
+
+
+def test_what_was_measured_survives_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        _sweep_that_ends(tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["method"], row["num_tokens"]) for row in rows] == [("floor: 3 GEMMs", 2), ("flce", 2)]
+    assert figures.keys() == {"tokens-time", "tokens-memory", "tokens-ratio"}
+    assert "\nflce  " in capsys.readouterr().out
+
+
+def test_what_was_measured_survives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nothing can handle: the results of a size are there before the next one starts."""
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend(json.loads((tmp_path / "results.json").read_text())["rows"])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _sweep_that_ends(tmp_path, monkeypatch, read)
+    assert [(row["method"], row["num_tokens"]) for row in found] == [("floor: 3 GEMMs", 2), ("flce", 2)]
 
 
 @pytest.fixture
@@ -397,6 +440,19 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert report.median_ratio([1.1, 2.2, 1.2], [1.0, 2.0, 1.0]) == pytest.approx(1.1)
 
 
+def test_columns_do_not_run_together() -> None:
+    label = "flce-fp32-logits-narrow-reduce rows=131072 (graph)"
+    row = report.Row.of(
+        TINY, 1, label, chunk_rows=131072, seconds=[98765.4321], to_floor=294480.0, to_cut_floor=12345.0,
+        extra_peak_bytes=2**60, errors={"loss_error": 1e-300, "hidden_error": 0.0, "weight_error": 1e300},
+    )  # fmt: skip
+    *_, header, line = report.table([row]).splitlines()
+    assert line.removeprefix(label).split() == [
+        "131072", "98765432.100", "294480.000", "12345.000", str(2**40), "1.0e-300", "0.0e+00", "-", "1.0e+300",
+    ]  # fmt: skip
+    assert header.split("  ")[0] == "method"
+
+
 def test_trained_inputs_look_trained() -> None:
     shape = Shape("head", 1024, 64, 2000)
     hidden, weight, target = workload.make_inputs(shape, torch.float32, CPU, "trained", 0.0, 0)
@@ -436,7 +492,7 @@ def _sweep(ctx: Context, out: str) -> None:
             rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, False)
     if ctx.rank == 0:
         with contextlib.redirect_stdout(io.StringIO()):
-            bench.finish(args, rows, CPU)
+            bench.finish(args, rows, report.environment(CPU, []))
 
 
 def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -> None:
@@ -466,6 +522,39 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
         assert bool(said) == (said is results[0][1])
     assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
     assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +-$", results[0][1], flags=re.MULTILINE)
+
+
+def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose tests all passed and whose process then died, too, whatever others did."""
+    case = "<testcase classname='c' name='{}'>{}</testcase>"
+    passed, failed = case.format("good", ""), case.format("bad", "<failure message='wrong'/>")
+    ends = {"one": (1, passed + failed), "two": (-11, passed), "three": (0, passed), "gpu and timing": (5, "")}
+
+    def report_of(out: Path, marks: str, name: str, *_: str) -> Any:
+        code, cases = ends[marks if marks in ends else name]
+        return out / f"{name}.log", code, ElementTree.fromstring(f"<r><testsuite tests='1'>{cases}</testsuite></r>")
+
+    monkeypatch.setattr(gpu_check, "_test_files", lambda _: ["one.py", "two.py", "three.py"])
+    monkeypatch.setattr(gpu_check, "test_report", report_of)
+    _, *lines = gpu_check.tests(gpu_check.parse_arguments(["--out", str(tmp_path)]))
+    assert [(line.what.strip(), line.failed) for line in lines] == [("c::bad", True), ("tests", True)]
+    assert "code -11" in lines[1].detail
+    assert "two.log" in lines[1].detail
+
+
+def test_gpu_check_waits_for_nothing_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "COLLECT_TIMEOUT_S", 0.01)
+    with pytest.raises(SystemExit, match=r"collecting the tests took more than 0\.01 s"):
+        gpu_check._test_files(["tests"])
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.1)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    assert gpu_check._run([sys.executable, "-c", deaf], tmp_path / "deaf.log", 1, quiet=True) == -signal.SIGKILL
+    assert gpu_check._run(["sleep", "60"], tmp_path / "sleeper.log", 1, quiet=True) == -signal.SIGTERM
+    said = capsys.readouterr().out
+    assert "deaf: ended after 1 s" in said
+    assert "sleeper: ended after 1 s" in said
 
 
 def test_gpu_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

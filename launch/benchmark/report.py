@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +25,12 @@ from .workload import Shape
 MEBIBYTE = 2**20
 PACKAGE = Path(flce_dist.__file__).parent
 PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy", "fla-core", "megatron-core", "verl", "numpy")
+
+LABEL_WIDTH = 36
+COLUMNS = {
+    "chunk": 6, "ms": 9, "/floor": 7, "/cut": 6, "MiB": 8, "loss err": 9, "dX err": 8, "rows p99": 9, "dW err": 8
+}  # fmt: skip
+"""Of the table, with their widths."""
 
 
 @dataclass
@@ -140,10 +146,7 @@ def _commit() -> str | None:
 
 def table(rows: Sequence[Row]) -> str:
     """One line a row; shapes are headings."""
-    header = (
-        f"{'method':<36}{'chunk':>7}{'ms':>10}{'/floor':>8}{'/cut':>7}{'MiB':>9}"
-        f"{'loss err':>10}{'dX err':>9}{'rows p99':>10}{'dW err':>9}"
-    )
+    header = _columns("method", COLUMNS)
     lines: list[str] = []
     heading = None
     for row in rows:
@@ -157,16 +160,21 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row) -> str:
-    start = f"{row.label:<36}{_number(row.chunk_rows, 'd'):>7}"
     if row.status != "ok":
-        return f"{row.label:<36}{row.status.upper()}: {row.reason}"
+        return f"{row.label:<{LABEL_WIDTH}} {row.status.upper()}: {row.reason}"
     peak = None if row.extra_peak_bytes is None else row.extra_peak_bytes / MEBIBYTE
     digits = ".1f" if peak is not None and peak < 100 else ".0f"
     error = row.errors.get
-    return (
-        f"{start}{_number(row.ms, '.3f'):>10}{_number(row.to_floor, '.3f'):>8}{_number(row.to_cut_floor, '.3f'):>7}"
-        f"{_number(peak, digits):>9}{_number(error('loss_error'), '.1e'):>10}{_number(error('hidden_error'), '.1e'):>9}"
-        f"{_number(error('hidden_row_error_p99'), '.1e'):>10}{_number(error('weight_error'), '.1e'):>9}"
+    names = ("loss_error", "hidden_error", "hidden_row_error_p99", "weight_error")
+    times = [_number(value, ".3f") for value in (row.ms, row.to_floor, row.to_cut_floor)]
+    errors = [_number(error(name), ".1e") for name in names]
+    return _columns(row.label, [_number(row.chunk_rows, "d"), *times, _number(peak, digits), *errors])
+
+
+def _columns(label: str, cells: Iterable[str]) -> str:
+    """A space stands between two columns, however wide they are."""
+    return " ".join(
+        [f"{label:<{LABEL_WIDTH}}", *(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))]
     )
 
 
