@@ -101,8 +101,6 @@ def linear_cross_entropy(
 
         loss, *others = compiled.linear_cross_entropy(given)
         return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     args, agreed = checked_arguments(given)
     grad = torch.is_grad_enabled()
     needs = Needs(

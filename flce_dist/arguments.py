@@ -130,12 +130,12 @@ def checked_arguments(
 
     Raises:
         TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
-        NotImplementedError: likewise, a tensor carries a tangent of forward-mode differentiation.
+        NotImplementedError: likewise (`checks.check_plain_autograd`).
     """
     args, error = None, None
     try:
         if compiled_needs is None:  # the tensors of a compiled operator cannot be asked
-            checks.check_no_tangents(given._asdict())
+            checks.check_plain_autograd(given._asdict())
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught
@@ -144,14 +144,17 @@ def checked_arguments(
         if error is not None:
             raise error
         return _present(args), None
-    agreed = checks.agree(
-        group,
-        str(given.options.get("check_ranks", "auto")),
-        all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)),  # one alone may be elsewhere
-        _named_vocab_size(given),
-        error,
-        lambda: summarize(_present(args), compiled_needs),
-    )
+    with torch._C._DisableFuncTorch():  # a rank under a torch.func transform has to tell the others
+        agreed = checks.agree(
+            group,
+            str(given.options.get("check_ranks", "auto")),
+            all(
+                t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)
+            ),  # one alone may be elsewhere
+            _named_vocab_size(given),
+            error,
+            lambda: summarize(_present(args), compiled_needs),
+        )
     return _present(args), agreed
 
 
@@ -180,6 +183,7 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         "vocab_size": args.shard.vocab_size,
         "the hidden size": args.hidden.shape[1],
         "the dtype": str(args.hidden.dtype),
+        "the kind of device": args.hidden.device.type,
         "the hidden layout": args.hidden_layout,
         "the options": {key: str(value) for key, value in asdict(args.options).items()},
         "whether hidden requires grad": needs[0],

@@ -28,7 +28,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
-    """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`."""
+    """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`, or with
+    `skip_ignored`."""
     options = args.options
     hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
     if options.skip_ignored:

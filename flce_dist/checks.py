@@ -90,11 +90,14 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise ValueError(f"hidden, weight, target and bias must be on one device, got {sorted(map(str, devices))}")
 
 
-def check_no_tangents(tensors: dict[str, object]) -> None:
+def check_plain_autograd(tensors: dict[str, object]) -> None:
     """
     Raises:
-        NotImplementedError: naming a tensor of forward-mode differentiation.
+        NotImplementedError: a `torch.func` transform is on, or a tensor, which is named, has a tangent of forward-mode
+            differentiation.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     if forward_ad._current_level < 0:  # asking each tensor would be felt in small calls
         return
     for name, tensor in tensors.items():

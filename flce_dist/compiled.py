@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import PER_TOKEN_AUX, Arguments, Given, autocast, checked_arguments, local_tensors
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
+from .checks import check_normalizer
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
-from .op import Gradients, Needs, compute, recompute
+from .op import Gradients, Needs, check_first_derivative, compute, recompute
 from .options import LossOptions, recomputes
 from .shard import VocabShard
 
@@ -30,15 +32,17 @@ _INTEGER_AUX = ("predictions", "num_valid")
 def linear_cross_entropy(given: Given) -> list[Tensor]:
     """The loss and the outputs that `given.aux` names, in a graph that is being traced."""
     given = autocast(local_tensors(given))
-    number = given.normalizer if isinstance(given.normalizer, int | float) else None
-    shard = given.vocab_shard
+    normalizer, shard = given.normalizer, given.vocab_shard
+    if isinstance(normalizer, int | float):
+        # A number that changes from call to call, as a count of tokens does, shall not be compiled for each value.
+        check_normalizer(normalizer, given.hidden.device)
+        normalizer = torch.full((), normalizer, dtype=torch.float64, device=given.hidden.device)
     config = _encode(
         given.group.group_name if given.group is not None else None,
-        None if shard is None else (shard.vocab_size, shard.start, shard.stop),
-        number,
+        None if shard is None else (_constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)),
         tuple(given.aux),
-        tuple((name, getattr(given, name)) for name in _HOST),
-        tuple(given.options.items()),
+        tuple((name, _constant(getattr(given, name))) for name in _HOST),
+        tuple((name, _constant(value)) for name, value in given.options.items()),
     )
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (given.hidden, given.weight, given.bias)]
@@ -49,27 +53,29 @@ def linear_cross_entropy(given: Given) -> list[Tensor]:
         given.bias,
         given.class_weight,
         given.token_weight,
-        given.normalizer if number is None else None,
+        normalizer,
         config,
         needs,
     )
     return [outputs[0], *(output.detach() for output in outputs[1 : 1 + len(given.aux)])]
 
 
+def _constant(value: Any) -> Any:
+    """A number that the compiler would make a variable of as a constant: the graph is compiled anew for each value."""
+    return guard_scalar(value) if isinstance(value, int | float) else value
+
+
 @torch.compiler.assume_constant_result
 def _encode(
     group: str | None,
     shard: tuple[int, int, int] | None,
-    normalizer: float | None,
     aux: tuple[str, ...],
     host: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
 ) -> str:
     texts = {key: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for key, v in options}
     LossOptions.from_dict(texts)
-    return json.dumps(
-        {"group": group, "shard": shard, "normalizer": normalizer, "aux": aux, "host": dict(host), "options": texts}
-    )
+    return json.dumps({"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts})
 
 
 def _options(config: str) -> LossOptions:
@@ -90,7 +96,7 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
         bias=bias,
         class_weight=class_weight,
         token_weight=token_weight,
-        normalizer=normalizer if values["normalizer"] is None else values["normalizer"],
+        normalizer=normalizer,
         group=None if values["group"] is None else _resolve_process_group(values["group"]),
         vocab_shard=None if values["shard"] is None else VocabShard(*values["shard"]),
         aux=tuple(values["aux"]),
@@ -231,6 +237,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    check_first_derivative()
     grad_loss = grads[0]
     if ctx.recompute:
         gradients = _backward(grad_loss, *ctx.saved_tensors, ctx.config, ctx.needs)

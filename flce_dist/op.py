@@ -71,7 +71,8 @@ class Call:
 
     @cached_property
     def inputs(self) -> RowInputs:
-        """Made at the first use, in the loop, where these small operations hide behind the first GEMM."""
+        """Made at the first use, in the loop, where these small operations hide behind the first GEMM. With
+        token-sharded hidden states one all-gather of the targets, and one of the token weights if given."""
         return self.make_inputs()
 
     def hidden_gradient(self, hidden: Tensor) -> HiddenGradient:
@@ -87,13 +88,17 @@ class Call:
 
 def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
     """Power of two that fp16 gradients of forward carry until backward, where the loss scale arrives: a mean's `p / N`
-    would underflow before. It brings the largest coefficient of a row to at most 1, so that nothing overflows
+    would underflow before. It brings the largest coefficient of a logit to at most 1, so that nothing overflows
     instead."""
     if dtype != torch.float16 or call.tokens.num_rows == 0:
         return 1.0
-    target, uniform, _ = call.inputs.weights
-    coefficient = target.abs() if uniform is None else target.abs() + uniform.abs() * call.shard.vocab_size
-    largest = coefficient.amax()
+    target, uniform, square = call.inputs.weights
+    coefficient = target.abs()
+    if uniform is not None:
+        coefficient = coefficient + uniform.abs() * call.shard.vocab_size
+    if square is not None:
+        coefficient = coefficient + 2.0 * square.abs()  # times the log-sum-exp, which is not known yet
+    largest = coefficient.amax() * abs(call.options.logit_scale)
     return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
 
 
@@ -145,6 +150,7 @@ def run_chunks(
             hidden_grad.start_reduce(part, start, stop)
         if needs.weight or needs.bias:
             weight_grad.add(grad, x, split=hidden_grad is not None and hidden_grad.is_reduced)
+        del x  # so that a gathered chunk takes the memory of the one before
 
     return stats, Gradients(None if hidden_grad is None else hidden_grad.finish(), *weight_grad.finish())
 
@@ -164,15 +170,16 @@ def softmax_rows(
     One all-gather of `[K, C]` with more than one rank, unless the statistics are known.
     """
     rows, spec, columns, group = call.rows, call.spec, call.inputs.column_weight, call.tokens.group
-    if not stats_known and group is None and weights is not None:
-        rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
-        return
-    if not stats_known and group is None:
-        rows.row_stats(logits, target, stats, spec, columns)
-    elif not stats_known and group is not None:
-        local = torch.empty_like(stats, memory_format=torch.contiguous_format)
-        rows.row_stats(logits, target, local, spec, columns, call.shard.start)
-        rows.combine(collectives.all_gather(local, group), stats, spec)
+    if not stats_known:
+        if group is None and weights is not None:
+            rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
+            return
+        if group is None:
+            rows.row_stats(logits, target, stats, spec, columns)
+        else:
+            local = torch.empty_like(stats, memory_format=torch.contiguous_format)
+            rows.row_stats(logits, target, local, spec, columns, call.shard.start)
+            rows.combine(collectives.all_gather(local, group), stats, spec)
     if weights is not None:
         rows.row_grad_(logits, grad, target, stats, weights, spec, columns, residual)
 
@@ -225,6 +232,17 @@ def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor
     call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
 
 
+def check_first_derivative() -> None:
+    """
+    Raises:
+        RuntimeError: in a backward with create_graph, whose result would lack the second derivative.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
+        )
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """`(call, hidden [n, H], weight [rows, H], bias [rows] | None) -> (loss, stats, owned)`, as in `Computed`; only
     `loss` is differentiable."""
@@ -245,10 +263,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
-            )
+        check_first_derivative()
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)

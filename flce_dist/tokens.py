@@ -16,6 +16,10 @@ from torch import Tensor
 from . import collectives
 
 
+def _bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+
+
 @dataclass(frozen=True)
 class ReplicatedTokens:
     """All ranks hold the same `num_tokens` tokens."""
@@ -27,7 +31,7 @@ class ReplicatedTokens:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """Loop-order bounds of the chunks."""
-        return [(i, min(i + self.chunk_rows, self.num_tokens)) for i in range(0, self.num_tokens, self.chunk_rows)]
+        return _bounds(self.num_rows, self.chunk_rows)
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +59,7 @@ class HiddenGradient:
         self._group = group
         self._grad = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         self._reduce_dtype = reduce_dtype if group is not None else hidden.dtype
+        self._scratch: Tensor | None = None
         self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
 
     @property
@@ -64,11 +69,16 @@ class HiddenGradient:
 
     def chunk(self, start: int, stop: int) -> Tensor:
         """Where the loop writes this rank's part of a chunk's gradient."""
-        part = self._grad[start:stop]
-        if self._reduce_dtype == part.dtype:
-            return part
+        if self._reduce_dtype == self._grad.dtype:
+            return self._grad[start:stop]
+        return self._free_scratch(stop - start)
+
+    def _free_scratch(self, num_rows: int) -> Tensor:
+        """One buffer for all chunks, once what the last one left there has been summed."""
         self.wait()
-        return torch.empty(part.shape, dtype=self._reduce_dtype, device=part.device)
+        if self._scratch is None:  # the first chunk is the largest
+            self._scratch = self._grad.new_empty(num_rows, self._grad.shape[1], dtype=self._reduce_dtype)
+        return self._scratch[:num_rows]
 
     def start_reduce(self, part: Tensor, start: int, stop: int) -> None:
         """Starts the sum over the ranks. One all-reduce of `[C, H]` in the reduction dtype; none for one rank."""
@@ -109,7 +119,7 @@ class ShardedTokens:
     @property
     def chunks(self) -> list[tuple[int, int]]:
         """Loop-order bounds of the chunks."""
-        return [(i, min(i + self.chunk_rows, self.num_rows)) for i in range(0, self.num_rows, self.chunk_rows)]
+        return _bounds(self.num_rows, self.chunk_rows)
 
     @property
     def num_rows(self) -> int:
@@ -150,14 +160,8 @@ class ShardedTokens:
 class ShardedHiddenGradient(HiddenGradient):
     """The gradient of token-sharded hidden states: a rank gets the sum over the ranks for its own tokens."""
 
-    _scratch: Tensor | None = None
-
     def chunk(self, start: int, stop: int) -> Tensor:
-        self.wait()
-        if self._scratch is None or self._scratch.shape[0] != stop - start:
-            shape = (stop - start, self._grad.shape[1])
-            self._scratch = torch.empty(shape, dtype=self._reduce_dtype, device=self._grad.device)
-        return self._scratch
+        return self._free_scratch(stop - start)
 
     def start_reduce(self, part: Tensor, start: int, stop: int) -> None:
         """Starts one reduce-scatter of `[C, H]` in the reduction dtype."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -132,6 +133,23 @@ def _strange(ctx: Context, name: str, at: int) -> None:
     if ctx.rank == 1:
         keywords[name] = object() if STRANGE[at] is object else STRANGE[at]
     linear_cross_entropy(**keywords, group=ctx.group)
+
+
+@pytest.mark.parametrize("transformed", [(0,), (1,), (0, 1)], ids=str)
+def test_a_transform_is_refused_on_all_ranks(transformed: tuple[int, ...], workers: Pool) -> None:
+    results = workers.outcomes(2, _transformed, transformed, timeout=10)
+    for rank, outcome in enumerate(results):
+        assert_all_raise([outcome], "NotImplementedError" if rank in transformed else "ValueError", "torch.func")
+
+
+def _transformed(ctx: Context, transformed: tuple[int, ...]) -> Tensor:
+    keywords = arguments(ctx.rank, ctx.world)
+    hidden = keywords.pop("hidden")
+
+    def loss(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, **keywords, group=ctx.group)
+
+    return torch.func.grad(loss)(hidden) if ctx.rank in transformed else loss(hidden)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2, 3])

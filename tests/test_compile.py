@@ -1,5 +1,6 @@
 """torch.compile of the loss: one graph, right values, few recompilations over varying token counts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from flce_dist import VocabParallelHead, linear_cross_entropy
 from tests.kit import compare, oracle
-from tests.kit.cases import Case, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
+from tests.kit.cases import Case, Inputs, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
 
 BACKEND = "aot_eager"  # traces as inductor does and needs no C++ compiler
@@ -112,6 +113,76 @@ def test_at_most_3_recompilations_over_10_token_counts() -> None:
         expected = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
         torch.testing.assert_close(loss, expected)
     assert graphs <= 1 + 3
+
+
+def _changing(name: str, values: Sequence[Any], dynamic: bool | None) -> int:
+    """Graphs of calls with one value of `name` after the other; each equals the call that is not compiled."""
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def loss(full: Inputs, value: Any) -> Tensor:
+        return linear_cross_entropy(full.hidden, full.weight, full.target, **{name: value})
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=backend)
+    for value in values:
+        full = make_inputs(Case(ignored="none"))
+        torch.testing.assert_close(compiled(full, value), loss(full, value))
+    return graphs
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("z_loss", (0.1, 0.2, 0.3)),
+        ("label_smoothing", (0.1, 0.2)),
+        ("hidden_grad_scale", (1.0, 2.0)),
+        ("chunk_rows", (3, 4, 5)),
+        ("ignore_index", (-100, 2)),
+        ("skip_ignored", (False, True)),
+    ],
+)
+def test_other_options_are_other_graphs(name: str, values: Sequence[Any], dynamic: bool | None) -> None:
+    assert _changing(name, values, dynamic) == len(values)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("step", [1, 0.5])
+def test_a_number_as_normalizer_may_change_in_each_call(step: float, dynamic: bool | None) -> None:
+    assert _changing("normalizer", [7 + step * i for i in range(12)], dynamic) <= 2
+
+
+def test_sizes_that_change_may_be_arguments() -> None:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, normalizer=hidden.shape[0], vocab_size=weight.shape[0])
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    full = make_inputs(Case())
+    for tokens in (13, 7, 5):
+        given = full.hidden[:tokens], full.weight, full.target[:tokens]
+        torch.testing.assert_close(compiled(*given), loss(*given))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_of_a_graph_are_an_error(reduction: str) -> None:
+    """A gradient penalty would be dropped without a word; backends with a backward graph of their own raise by
+    themselves."""
+    full = make_inputs(Case())
+    hidden = full.hidden.requires_grad_()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, full.weight, full.target, reduction=reduction).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    torch.autograd.grad(compiled(hidden), hidden)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(compiled(hidden), hidden, create_graph=True)
 
 
 def test_evaluation_in_a_graph() -> None:

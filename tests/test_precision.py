@@ -221,16 +221,19 @@ FP16_OPTIONS: list[dict[str, Any]] = [
     {"token_scaling": True},
     {"label_smoothing": 1.0},
     {"label_smoothing": 0.1, "z_loss": 1e-4},
+    {"logit_scale": 1 / 256},
+    {"logit_scale": -4.0},
 ]
 
 
 def _fp16_eager(logits: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
     """Per-token loss of fp16 logits in float32 torch: what a GradScaler user would write."""
-    log_prob = logits.float().log_softmax(-1)
+    logits = logits.float() * options.get("logit_scale", 1.0)
+    log_prob = logits.log_softmax(-1)
     smoothing = options.get("label_smoothing", 0.0)
     of_target = log_prob.gather(1, target[:, None])[:, 0]
     loss = -(1 - smoothing) * of_target - smoothing * log_prob.mean(-1)
-    loss = loss + options.get("z_loss", 0.0) * logits.float().logsumexp(-1).square()
+    loss = loss + options.get("z_loss", 0.0) * logits.logsumexp(-1).square()
     return loss * of_target.detach().exp() if options.get("token_scaling") else loss
 
 
@@ -258,6 +261,18 @@ def test_fp16_with_a_loss_scale(
         assert grad is not None
         error, allowed = relative_error(grad, want), 1.5 * relative_error(eager_grad, want)
         assert error <= allowed, f"{name} gradient: error {error:.3g} > {allowed:.3g}"
+
+
+def test_fp16_where_only_the_z_loss_has_a_gradient() -> None:
+    """Classes of weight 0 leave no other coefficient that would say how far the gradients can be lifted."""
+    hidden, weight, target = heads.random_head(256, 32, 8192, seed=7)
+    hidden, weight = hidden.half().requires_grad_(), weight.half().requires_grad_()
+    options = {"class_weight": torch.zeros(8192), "z_loss": 1e-4, "normalizer": 256.0}
+    upstream = torch.tensor(8192.0)
+    linear_cross_entropy(hidden, weight, target, **options).backward(upstream)  # type: ignore[union-attr,arg-type]
+    expected = oracle.reference(hidden, weight, target, upstream=upstream, **options)  # type: ignore[arg-type]
+    assert hidden.grad is not None
+    assert relative_error(hidden.grad, expected.hidden_grad) <= 2e-3
 
 
 LARGE = 128256 * 4096

@@ -79,7 +79,7 @@ def _row_stats_grad_kernel(
         row, stats + i, stats_stride, t, column_weight, num_columns, 0,
         SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
     )  # fmt: skip
-    # The target's logit is read by every thread above and overwritten below.
+    # Every thread has read the target's logit above; where the row has no marks, it is overwritten below.
     tl.debug_barrier()
     grad_row(
         row, grad + i * grad_stride, t, m, others, at_target, owned, weight_sum, tl.load(target_weight + i),
@@ -182,7 +182,7 @@ def _scale(x, factor, num_elements, num_programs, ACC: tl.constexpr, BLOCK: tl.c
             tl.store(x + i, value.to(x.dtype.element_ty), mask=i < num_elements)
 
 
-@triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"])
+@triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"], do_not_specialize_on_alignment=["factor"])
 def _scale_kernel(
     a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):

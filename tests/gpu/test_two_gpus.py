@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy
+from flce_dist.plan import row_stride
 from tests.gpu.support import (
     DevicePool,
     capture,
@@ -185,3 +186,41 @@ def test_a_captured_step_is_replayed_with_new_data(two_gpus: DevicePool, tokens:
     compare.assert_close(hidden, expected.hidden_grad / upstream, 1e-2, "hidden gradient")
     weight = torch.cat([r.weight_grad for r in results])  # type: ignore[misc]
     compare.assert_close(weight, expected.weight_grad / upstream, 1e-2, "weight gradient")
+
+
+def _extra_peak(ctx: Context, token_sharded: bool) -> tuple[int, int]:
+    """Bytes of a step above its inputs, and of the buffers that docs/performance.md names."""
+    num_tokens, hidden_size, vocab_size, chunk = 4096, 2048, 128256, 1024
+    columns = vocab_size // 2
+    own_tokens = num_tokens // 2 if token_sharded else num_tokens
+    hidden = torch.randn(own_tokens, hidden_size, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(columns, hidden_size, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocab_size, (own_tokens,), device=ctx.device)
+    options: dict[str, Any] = {"hidden_layout": "sharded", "max_tokens": own_tokens} if token_sharded else {}
+
+    def step() -> None:
+        hidden.grad = weight.grad = None
+        linear_cross_entropy(
+            hidden, weight, target, group=ctx.group, vocab_size=vocab_size, chunk_rows=chunk,
+            accum_dtype=torch.bfloat16, check_ranks="never", **options,
+        ).backward()  # type: ignore[union-attr]  # fmt: skip
+
+    step()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    extra = torch.cuda.max_memory_allocated() - before
+    named = 2 * (own_tokens * hidden_size + columns * hidden_size + chunk * row_stride(columns))
+    named += 4 * chunk * hidden_size  # the part of dX that is summed, in float32
+    if token_sharded:
+        named += 2 * chunk * hidden_size + 4 * chunk // 2 * hidden_size  # the gathered chunk, and this rank's sum
+    return extra, named
+
+
+@pytest.mark.parametrize("token_sharded", [False, True])
+def test_extra_peak_is_the_sum_of_the_named_buffers(two_gpus: DevicePool, token_sharded: bool) -> None:
+    for extra, named in two_gpus.run(2, _extra_peak, token_sharded):
+        per_token = 4096 * 400 + 2**17
+        assert extra <= 1.02 * named + per_token, f"{extra / 2**20:.1f} MiB, the buffers are {named / 2**20:.1f} MiB"
