@@ -144,13 +144,13 @@ def checked_arguments(
         if error is not None:
             raise error
         return _present(args), None
+    # A rank whose tensors are elsewhere than the others' may be alone with that.
+    on_host = all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor))
     with torch._C._DisableFuncTorch():  # a rank under a torch.func transform has to tell the others
         agreed = checks.agree(
             group,
             str(given.options.get("check_ranks", "auto")),
-            all(
-                t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor)
-            ),  # one alone may be elsewhere
+            on_host,
             _named_vocab_size(given),
             error,
             lambda: summarize(_present(args), compiled_needs),

@@ -31,6 +31,18 @@ def device_arguments(
     return (to_device(hidden, device), to_device(weight, device), target.to(device)), keywords
 
 
+def extra_peak(step: Callable[[], object], *leaves: Tensor) -> int:
+    """Bytes above its inputs that a step takes at its peak; its first call allocates the workspaces of libraries."""
+    step()
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """A tensor on the device; a leaf that requires grad stays one."""
     if not isinstance(value, Tensor):

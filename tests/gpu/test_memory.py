@@ -11,7 +11,7 @@ import torch
 from flce_dist import linear_cross_entropy
 from flce_dist.gemm import accumulation_dtype
 from flce_dist.plan import chunk_rows, row_stride
-from tests.gpu.support import free_memory
+from tests.gpu.support import extra_peak, free_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -63,13 +63,7 @@ def test_extra_peak_is_the_sum_of_the_named_buffers(
         if name != "forward-only":
             loss.backward()
 
-    run()
-    hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    extra = torch.cuda.max_memory_allocated() - before
+    extra = extra_peak(run, hidden, weight)
     # Per-token vectors beside the buffers; the workspace of the GEMM library exists since the first call.
     per_token = tokens * 200 + 2**16
     assert extra <= 1.02 * named + per_token, f"{extra / 2**20:.1f} MiB, the buffers are {named / 2**20:.1f} MiB"

@@ -11,6 +11,7 @@ from tests.gpu.support import (
     DevicePool,
     capture,
     device_arguments,
+    extra_peak,
     no_host_synchronisation,
     run_on,
 )
@@ -199,24 +200,16 @@ def _extra_peak(ctx: Context, token_sharded: bool) -> tuple[int, int]:
     options: dict[str, Any] = {"hidden_layout": "sharded", "max_tokens": own_tokens} if token_sharded else {}
 
     def step() -> None:
-        hidden.grad = weight.grad = None
         linear_cross_entropy(
             hidden, weight, target, group=ctx.group, vocab_size=vocab_size, chunk_rows=chunk,
             accum_dtype=torch.bfloat16, check_ranks="never", **options,
         ).backward()  # type: ignore[union-attr]  # fmt: skip
 
-    step()
-    hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    extra = torch.cuda.max_memory_allocated() - before
     named = 2 * (own_tokens * hidden_size + columns * hidden_size + chunk * row_stride(columns))
     named += 4 * chunk * hidden_size  # the part of dX that is summed, in float32
     if token_sharded:
         named += 2 * chunk * hidden_size + 4 * chunk // 2 * hidden_size  # the gathered chunk, and this rank's sum
-    return extra, named
+    return extra_peak(step, hidden, weight), named
 
 
 @pytest.mark.parametrize("token_sharded", [False, True])
