@@ -131,6 +131,7 @@ def test_torch_compile() -> None:
         graphs += 1
         return graph.forward
 
+    torch.compiler.reset()
     model = tiny()
     expected = loss_and_grads(model)
     apply(model)

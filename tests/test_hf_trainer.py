@@ -73,6 +73,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_compiled_model_is_compiled_once(stock: Any, tmp_path: Path) -> None:
+    torch.compiler.reset()  # graphs of other tests' models are of the same code
     ours = trainer(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
     apply_to_trainer(ours)
     with torch._dynamo.config.patch(error_on_recompile=True):
