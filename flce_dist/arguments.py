@@ -135,7 +135,7 @@ def checked_arguments(
     args, error = None, None
     try:
         if compiled_needs is None:  # the tensors of a compiled operator cannot be asked
-            checks.check_plain_autograd(given._asdict())
+            checks.check_plain_autograd(given)
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught

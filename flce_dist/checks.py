@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 from . import collectives
 from .options import LossOptions, is_finite
 from .shard import VocabShard, partition_error
+
+if TYPE_CHECKING:
+    from .arguments import Given
 
 
 class Agreed(NamedTuple):
@@ -90,7 +93,7 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise ValueError(f"hidden, weight, target and bias must be on one device, got {sorted(map(str, devices))}")
 
 
-def check_plain_autograd(tensors: dict[str, object]) -> None:
+def check_plain_autograd(given: Given) -> None:
     """
     Raises:
         NotImplementedError: a `torch.func` transform is on, or a tensor, which is named, has a tangent of forward-mode
@@ -100,7 +103,7 @@ def check_plain_autograd(tensors: dict[str, object]) -> None:
         raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     if forward_ad._current_level < 0:  # asking each tensor would be felt in small calls
         return
-    for name, tensor in tensors.items():
+    for name, tensor in given._asdict().items():
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"{name} is a dual tensor: linear_cross_entropy has no forward-mode derivative; take the gradients by "

@@ -7,6 +7,7 @@ graph's backward scales them; where logits are recomputed, backward calls a seco
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +79,7 @@ def _encode(
     return json.dumps({"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts})
 
 
+@functools.lru_cache(maxsize=256)  # each run of the operator asks
 def _options(config: str) -> LossOptions:
     return LossOptions.from_dict(json.loads(config)["options"])
 

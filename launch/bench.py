@@ -147,16 +147,14 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     by_method = []
     for method in args.methods:
         for setting, chunking in settings if method.chunked else [("", {})]:
-            rows = None
+            rows, budget = None, LossOptions(**chunking).budget_bytes
             if method.chunked and not args.skip_ignored:  # which leaves fewer rows than these to be cut
                 itemsize = method.logits_itemsize(problem.hidden.dtype)
-                budget = LossOptions(**chunking).budget_bytes
                 columns = -(-shape.vocab_size // problem.num_ranks)
                 rows = planned_rows(
                     shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows")
                 )
-            given = LossOptions(**chunking).budget_bytes
-            entry = Entry(row(method.name, setting, rows, budget_bytes=given), method=method)
+            entry = Entry(row(method.name, setting, rows, budget_bytes=budget), method=method)
             by_method.append(entry)
             _guarded(entry, problem.group, partial(_build, entry, problem, chunking, args))
     for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):

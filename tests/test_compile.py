@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from flce_dist import VocabParallelHead, linear_cross_entropy
 from tests.kit import compare, oracle
@@ -96,15 +97,9 @@ def test_a_compiled_model_trains_as_an_eager_one(workers: Pool) -> None:
 
 def test_at_most_3_recompilations_over_10_token_counts() -> None:
     torch._dynamo.reset()
-    graphs = 0
-
-    def count(graph: Any, _: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
+    graphs = CompileCounter()
     weight = torch.randn(21, 8, requires_grad=True)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=count)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=graphs)
     for num_tokens in (5, 8, 13, 21, 34, 55, 89, 3, 2, 144):
         hidden = torch.randn(num_tokens, 8, requires_grad=True)
         target = torch.arange(num_tokens) % 21
@@ -112,27 +107,22 @@ def test_at_most_3_recompilations_over_10_token_counts() -> None:
         loss.backward()
         expected = torch.nn.functional.cross_entropy(hidden @ weight.T, target)
         torch.testing.assert_close(loss, expected)
-    assert graphs <= 1 + 3
+    assert graphs.frame_count <= 1 + 3
 
 
 def _changing(name: str, values: Sequence[Any], dynamic: bool | None) -> int:
     """Graphs of calls with one value of `name` after the other; each equals the call that is not compiled."""
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
+    graphs = CompileCounter()
 
     def loss(full: Inputs, value: Any) -> Tensor:
         return linear_cross_entropy(full.hidden, full.weight, full.target, **{name: value})
 
     torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend=graphs)
     for value in values:
         full = make_inputs(Case(ignored="none"))
         torch.testing.assert_close(compiled(full, value), loss(full, value))
-    return graphs
+    return graphs.frame_count
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

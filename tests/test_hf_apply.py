@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
@@ -124,26 +125,20 @@ def test_an_offloaded_head_is_refused() -> None:
 
 def test_torch_compile() -> None:
     """One graph without a break, in training and in evaluation, that later steps use again."""
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
+    graphs = CompileCounter()
     torch.compiler.reset()
     model = tiny()
     expected = loss_and_grads(model)
     apply(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for _ in range(4):
         result = loss_and_grads(compiled)
         assert_same((result[0], {name.removeprefix("_orig_mod."): g for name, g in result[1].items()}), expected)
-    assert graphs == 1
+    assert graphs.frame_count == 1
     model.eval()
     for _ in range(2):
         torch.testing.assert_close(compiled(input_ids=TEXT, labels=LABELS).loss, expected[0])
-    assert graphs == 2
+    assert graphs.frame_count == 2
 
 
 def test_an_undeclared_change_in_what_is_compiled_is_refused() -> None:

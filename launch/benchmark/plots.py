@@ -41,9 +41,9 @@ def plot_sweep(sweep: str, rows: Sequence[Row], title: str, folder: Path, forwar
     from matplotlib import pyplot, ticker
 
     x_label, x_value = X_AXES[sweep]
+    measured = [row for row in rows if row.status == "ok"]
     written = []
     for name, (y_label, y_value) in Y_AXES.items():
-        measured = [row for row in rows if row.status == "ok"]
         lines = _lines(measured, sweep, x_value, y_value)
         if not lines:
             continue

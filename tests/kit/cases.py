@@ -178,7 +178,9 @@ def run_case(ctx: Context | None, case: Case) -> Result:
 
 
 def oracle_options(case: Case) -> dict[str, Any]:
-    return {name: value for name, value in case.options if name in ORACLE_OPTIONS}
+    """What the oracle takes beside tensors."""
+    options = {name: value for name, value in case.options if name in ORACLE_OPTIONS}
+    return options | {name: getattr(case, name) for name in ("normalizer", "reduction", "ignore_index")}
 
 
 def reference_of(case: Case) -> oracle.Reference:
@@ -191,9 +193,6 @@ def reference_of(case: Case) -> oracle.Reference:
         bias=full.bias,
         class_weight=full.class_weight,
         token_weight=full.token_weight,
-        normalizer=case.normalizer,
-        reduction=case.reduction,
-        ignore_index=case.ignore_index,
         **oracle_options(case),
     )
 
@@ -210,9 +209,6 @@ def eager_gradients(case: Case) -> dict[str, Tensor]:
         full.target.reshape(-1),
         class_weight=full.class_weight,
         token_weight=None if full.token_weight is None else full.token_weight.reshape(-1),
-        normalizer=case.normalizer,
-        reduction=case.reduction,
-        ignore_index=case.ignore_index,
         **oracle_options(case),
     )
     loss.backward(full.upstream.reshape(loss.shape).to(loss.dtype))
