@@ -112,7 +112,7 @@ def linear_cross_entropy(
         prepared = prepare(args, agreed, needs)
         loss, stats, owned = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
         check_targets(args, prepared, stats, owned)
-        if args.options.reduction == "none":
+        if args.setting.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss
 

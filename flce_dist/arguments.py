@@ -3,10 +3,11 @@ shard's place found, everything checked on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import checks, collectives
 from .backend import row_kernels
+from .kernels.spec import RowSpec
 from .options import LossOptions, LossOptionsDict, is_finite, options_of, recomputes
 from .shard import VocabShard, partition_error
 
@@ -46,9 +48,25 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Setting:
+    """What follows from a call's arguments without the contents of its tensors. `rows` are the row kernels;
+    `target_shape` is the target's, as it came."""
+
+    options: LossOptions
+    shard: VocabShard
+    hidden_layout: str
+    max_tokens: int | None
+    reduce_hidden_grad: bool
+    hidden_grad_scale: float
+    aux: tuple[str, ...]
+    rows: ModuleType
+    spec: RowSpec
+    target_shape: torch.Size
+
+
+class Arguments(NamedTuple):
     """Checked arguments of one rank: `hidden [N, H]`, `target [N]` int64, `token_weight [N]`, local tensors of one
-    dtype. `group` is None for one rank; `rows` are the row kernels; `shape` is the target's, as it came."""
+    dtype; `group` is None for one rank."""
 
     hidden: Tensor
     weight: Tensor
@@ -58,20 +76,19 @@ class Arguments:
     token_weight: Tensor | None
     normalizer: Tensor | float | None
     group: dist.ProcessGroup | None
-    shard: VocabShard
-    hidden_layout: str
-    max_tokens: int | None
-    reduce_hidden_grad: bool
-    hidden_grad_scale: float
-    aux: tuple[str, ...]
-    options: LossOptions
-    rows: ModuleType
-    shape: torch.Size
+    setting: Setting
 
 
 def sharding_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or None when it has one rank: then nothing is sharded."""
-    return group if collectives.world_size(group) > 1 else None
+    """The group, or None when it has one rank: then nothing is sharded.
+
+    Raises:
+        ValueError: this rank is not in it.
+    """
+    num_ranks = collectives.world_size(group)
+    if num_ranks < 1:
+        raise ValueError("this rank is not in the group that was passed")
+    return group if num_ranks > 1 else None
 
 
 def resolve(given: Given) -> Arguments:
@@ -79,43 +96,107 @@ def resolve(given: Given) -> Arguments:
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    given = autocast(local_tensors(given))
+    group = sharding_group(given.group)
+    setting = _known_setting(given, group)
+    hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
+    checks.check_not_freed(weight)
+    if given.normalizer is not None:
+        checks.check_normalizer(given.normalizer, hidden.device)
+    if hidden.dim() != 2:
+        hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        token_weight = None if token_weight is None else token_weight.reshape(-1)
+    return Arguments(
+        hidden=hidden.contiguous(),
+        weight=weight if 1 in weight.stride() else weight.contiguous(),
+        target=target.to(torch.int64),
+        bias=given.bias,
+        class_weight=given.class_weight,
+        token_weight=token_weight,
+        normalizer=given.normalizer,
+        group=group,
+        setting=setting,
+    )
+
+
+_MAX_SETTINGS = 256
+_settings: dict[Hashable, Setting] = {}
+_settings_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Setting]] = weakref.WeakKeyDictionary()
+"""Calls that were checked, by all that their checks read: a training step repeats its call, and with few tokens the
+checks would take the host longer than the loss takes the GPU."""
+
+
+def _known_setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
+    known = _settings if group is None else _settings_of_group.setdefault(group, {})
+    kind = _kind(given)
+    setting = None if kind is None else known.get(kind)
+    if setting is None:
+        setting = _setting(given, group)
+        if kind is not None:
+            if len(known) >= _MAX_SETTINGS:
+                known.clear()
+            known[kind] = setting
+    return setting
+
+
+def _kind(given: Given) -> Hashable | None:
+    """All that `_setting` reads of a call but its group; None for what is not the same when it compares equal."""
+    (*tensors, normalizer, _, vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux, options) = given
+    others = (vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux)
+    kinds: list[Any] = [normalizer is None, *others, *map(type, others)]  # True is equal to 1
+    for name, value in options.items():
+        kinds += (name, value, type(value))
+    for tensor in tensors:
+        if tensor is None:
+            kinds.append(None)
+        elif type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested:
+            return None
+        else:
+            kinds += (tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+    kind = tuple(kinds)
+    try:
+        hash(kind)
+    except TypeError:  # a list, or a value of a wrong type, which the checks refuse
+        return None
+    return kind
+
+
+def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
+    """
+    Raises:
+        TypeError, ValueError: as `resolve`.
+    """
     options = options_of(given.options)
     _check_call(given, options)
-    given = autocast(local_tensors(given))
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_accumulation(options, hidden.dtype)
-    group = sharding_group(given.group)
     shard = _place(weight, group, given.vocab_size, given.vocab_shard)
     if given.class_weight is not None:
         checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
     if token_weight is not None:
         checks.check_vector("token_weight", token_weight, target.shape, hidden.device)
-    if given.normalizer is not None:
-        checks.check_normalizer(given.normalizer, hidden.device)
     if {"predictions", "accuracy"} & set(given.aux) and shard.vocab_size > MAX_EXACT_ID:
         raise ValueError(f"aux predictions need vocab_size <= {MAX_EXACT_ID}, got {shard.vocab_size}")
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    if given.max_tokens is not None and hidden.shape[0] > given.max_tokens:
-        raise ValueError(f"this rank has {hidden.shape[0]} tokens, more than max_tokens={given.max_tokens}")
-    return Arguments(
-        hidden=hidden.contiguous(),
-        weight=weight if 1 in weight.stride() else weight.contiguous(),
-        target=target.reshape(-1).to(torch.int64),
-        bias=given.bias,
-        class_weight=given.class_weight,
-        token_weight=None if token_weight is None else token_weight.reshape(-1),
-        normalizer=given.normalizer,
-        group=group,
+    if given.max_tokens is not None and target.numel() > given.max_tokens:
+        raise ValueError(f"this rank has {target.numel()} tokens, more than max_tokens={given.max_tokens}")
+    return Setting(
+        options=options,
         shard=shard,
         hidden_layout=given.hidden_layout,
         max_tokens=given.max_tokens,
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=float(given.hidden_grad_scale),
         aux=tuple(given.aux),
-        options=options,
         rows=row_kernels(options.backend, hidden.device),
-        shape=target.shape,
+        spec=RowSpec(
+            softcap=None if options.softcap is None else float(options.softcap),
+            uniform=options.label_smoothing > 0,
+            argmax="predictions" in given.aux or "accuracy" in given.aux,
+            entropy="entropy" in given.aux,
+            token_scaling=options.token_scaling,
+        ),
+        target_shape=target.shape,
     )
 
 
@@ -175,28 +256,30 @@ def _present(args: Arguments | None) -> Arguments:
 
 def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> checks.Summary:
     """What the ranks of the group compare; reads the device."""
-    replicated = args.hidden_layout == "replicated"
+    setting = args.setting
+    replicated = setting.hidden_layout == "replicated"
     tensors = (args.hidden, args.weight, args.bias)
     grad = torch.is_grad_enabled()
     needs = compiled_needs or [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
     equal = {
-        "vocab_size": args.shard.vocab_size,
+        "vocab_size": setting.shard.vocab_size,
         "the hidden size": args.hidden.shape[1],
         "the dtype": str(args.hidden.dtype),
         "the kind of device": args.hidden.device.type,
-        "the hidden layout": args.hidden_layout,
-        "the options": {key: str(value) for key, value in asdict(args.options).items()},
+        "the hidden layout": setting.hidden_layout,
+        "the options": {key: str(value) for key, value in asdict(setting.options).items()},
         "whether hidden requires grad": needs[0],
         "which optional arguments are given": [
             name for name in ("bias", "class_weight", "token_weight", "normalizer") if getattr(args, name) is not None
         ],
-        "aux": args.aux,
-        "max_tokens": args.max_tokens,
-        "reduce_hidden_grad": args.reduce_hidden_grad,
-        "hidden_grad_scale": args.hidden_grad_scale,
+        "aux": setting.aux,
+        "max_tokens": setting.max_tokens,
+        "reduce_hidden_grad": setting.reduce_hidden_grad,
+        "hidden_grad_scale": setting.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else str(float(args.normalizer)),
     }
-    if recomputes(args.options, args.hidden.dtype) and not needs[0] and (not replicated or compiled_needs is not None):
+    communicates = not replicated or compiled_needs is not None
+    if recomputes(setting.options, args.hidden.dtype) and not needs[0] and communicates:
         # This backward communicates, so it must run on all ranks or on none.
         equal["whether weight or bias requires grad"] = any(needs[1:])
     same = {"class_weight": args.class_weight}
@@ -205,13 +288,11 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         equal["the targets (compared by checksum)"] = checks.checksum(args.target)
         same |= {"hidden": args.hidden, "token_weight": args.token_weight}
     sketches = {name: checks.sketch(tensor) for name, tensor in same.items() if tensor is not None}
-    return checks.Summary(args.shard, any(needs), equal, sketches)
+    return checks.Summary(setting.shard, any(needs), equal, sketches)
 
 
 def _check_call(given: Given, options: LossOptions) -> None:
     layout, max_tokens, scale = given.hidden_layout, given.max_tokens, given.hidden_grad_scale
-    if given.group is not None and collectives.world_size(given.group) < 1:
-        raise ValueError("this rank is not in the group that was passed")
     if layout not in ("replicated", "sharded"):
         raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {layout!r}')
     if layout == "replicated" and max_tokens is not None:
@@ -276,10 +357,12 @@ def local_tensors(given: Given) -> Given:
         given = _local_weight(given, given.weight)
     elif isinstance(given.bias, DTensor):
         raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
-    token_weight = given.token_weight
+    hidden, target, token_weight = given.hidden, given.target, given.token_weight
+    if not any(isinstance(tensor, DTensor) for tensor in (hidden, target, token_weight)):
+        return given
     return given._replace(
-        hidden=_local_tokens(given.hidden, given),
-        target=_local_tokens(given.target, given),
+        hidden=_local_tokens(hidden, given),
+        target=_local_tokens(target, given),
         token_weight=None if token_weight is None else _local_tokens(token_weight, given),
     )
 

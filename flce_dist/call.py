@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from . import collectives, row_math
 from .arguments import Arguments, under_autocast
 from .checks import Agreed
-from .kernels.spec import RowSpec, stats_dtype
+from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
 from .plan import chunk_rows
@@ -30,7 +29,8 @@ class Prepared(NamedTuple):
 def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
     """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`, or with
     `skip_ignored`."""
-    options = args.options
+    setting = args.setting
+    options = setting.options
     hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
     if options.skip_ignored:
         kept = (target != options.ignore_index).nonzero()[:, 0]
@@ -41,35 +41,30 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
 
     def row_inputs() -> RowInputs:
         ids = tokens.to_loop(target, fill=options.ignore_index)
-        valid = ids != options.ignore_index
+        mean = options.reduction == "mean" and args.normalizer is None
+        valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
         weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
         column_weight = None
         if args.class_weight is not None and options.label_smoothing:
-            column_weight = args.shard.take(args.class_weight).to(dtype).contiguous()
+            column_weight = setting.shard.take(args.class_weight).to(dtype).contiguous()
         weights = row_math.row_weights(
-            options, ids, valid, args.shard.vocab_size, dtype, args.class_weight, weight_of_row, args.normalizer
+            options, ids, valid, share, setting.shard.vocab_size, args.class_weight, weight_of_row, args.normalizer
         )
-        return RowInputs(ids, args.shard.local_ids(ids), valid, weights, column_weight)
+        return RowInputs(ids, setting.shard.local_ids(ids), valid, weights, column_weight)
 
     call = Call(
         options=options,
-        shard=args.shard,
+        shard=setting.shard,
         tokens=tokens,
-        rows=args.rows,
-        spec=RowSpec(
-            softcap=None if options.softcap is None else float(options.softcap),
-            uniform=options.label_smoothing > 0,
-            argmax="predictions" in args.aux or "accuracy" in args.aux,
-            entropy="entropy" in args.aux,
-            token_scaling=options.token_scaling,
-        ),
+        rows=setting.rows,
+        spec=setting.spec,
         needs=needs,
         repeatable=isinstance(tokens, ReplicatedTokens)
         or agreed is None
         or agreed.differentiate_alike
         or recomputes(options, hidden.dtype),
-        reduce_hidden_grad=args.reduce_hidden_grad,
-        hidden_grad_scale=args.hidden_grad_scale,
+        reduce_hidden_grad=setting.reduce_hidden_grad,
+        hidden_grad_scale=setting.hidden_grad_scale,
         make_inputs=row_inputs,
     )
     return Prepared(call, hidden, kept)
@@ -77,18 +72,19 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
 
 def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
     """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
-    options, group = args.options, args.group
+    setting, group = args.setting, args.group
+    options = setting.options
     if most_columns is None:
-        most_columns = -(-args.shard.vocab_size // collectives.world_size(group))
+        most_columns = -(-setting.shard.vocab_size // collectives.world_size(group))
     num_tokens, hidden_size = hidden.shape
     itemsize = (options.logits_dtype or hidden.dtype).itemsize
 
     def rows_of(tokens: int) -> int:
         return chunk_rows(tokens, most_columns, hidden_size, itemsize, options.budget_bytes, options.chunk_rows)
 
-    if group is None or args.hidden_layout == "replicated":
+    if group is None or setting.hidden_layout == "replicated":
         return ReplicatedTokens(num_tokens, rows_of(num_tokens), group)
-    max_tokens, num_ranks = args.max_tokens, collectives.world_size(group)
+    max_tokens, num_ranks = setting.max_tokens, collectives.world_size(group)
     if max_tokens is None or options.skip_ignored:
         max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
     return ShardedTokens(num_tokens, max_tokens, max(1, rows_of(max_tokens * num_ranks) // num_ranks), group)
@@ -100,7 +96,7 @@ def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Ten
         IndexError: on all ranks, with value and place of a target that is on no rank or on two (`owned` is false); on a
             GPU a device-side assertion, so that the host does not wait.
     """
-    vocab_size, ignore_index = args.shard.vocab_size, args.options.ignore_index
+    vocab_size, ignore_index = args.setting.shard.vocab_size, args.setting.options.ignore_index
     expected = f"outside [0, {vocab_size}) and not ignore_index={ignore_index}"
     if owned.device.type != "cpu":
         torch._assert_async(owned, f"flce_dist: a target is {expected}")
@@ -118,11 +114,11 @@ def to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Ten
     """Values `[n]` of the kept tokens in the target's shape; 0 for the others."""
     if kept is not None:
         per_token = per_token.new_zeros(args.target.shape).index_copy(0, kept, per_token)
-    return per_token.reshape(args.shape)
+    return per_token.reshape(args.setting.target_shape)
 
 
 def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str, Tensor]:
-    """What `args.aux` names: scalars of the group, or per-token values of this rank in the target's shape."""
+    """What `args.setting.aux` names: scalars of the group, or per-token values of this rank in the target's shape."""
     call, kept = prepared.call, prepared.kept
     spec, valid = call.spec, call.inputs.valid
 
@@ -130,7 +126,7 @@ def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str,
         return to_arguments(args, call.tokens.to_local(values), kept)
 
     found: dict[str, Tensor] = {}
-    for name in args.aux:
+    for name in args.setting.aux:
         if name == "num_valid":
             found[name] = valid.sum()
         elif name == "z_loss":
@@ -148,12 +144,14 @@ def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str,
     return found
 
 
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Kernels and collectives go to the tensors' GPU, which need not be the current one; autocast does not reach in."""
-    with contextlib.ExitStack() as stack:
-        if under_autocast(device):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            stack.enter_context(torch.cuda.device(device))
-        yield
+    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not is_elsewhere and not under_autocast(device):
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if under_autocast(device):
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    if is_elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    return stack

@@ -59,8 +59,8 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
     for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target), ("bias", bias)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if tensor is not None:
+            _check_dense(name, tensor)
     if hidden.dim() < 1:
         raise ValueError("hidden must be [..., H], got a 0-d tensor")
     if hidden.shape[-1] == 0:
@@ -93,6 +93,11 @@ def check_tensors(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor |
         raise ValueError(f"hidden, weight, target and bias must be on one device, got {sorted(map(str, devices))}")
 
 
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+
+
 def check_plain_autograd(given: Given) -> None:
     """
     Raises:
@@ -114,12 +119,19 @@ def check_plain_autograd(given: Given) -> None:
 def check_weight(weight: Tensor, hidden_size: int) -> None:
     """
     Raises:
-        ValueError: not `[rows, H]`, or freed; a weight as FSDP and ZeRO-3 leave it is named as such.
+        ValueError: not `[rows, H]`; a weight as FSDP and ZeRO-3 leave it is named as such.
+    """
+    if weight.dim() != 2 or weight.shape[1] != hidden_size:
+        raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
+
+
+def check_not_freed(weight: Tensor) -> None:
+    """
+    Raises:
+        ValueError: FSDP has freed the weight's memory, which its shape does not tell.
     """
     if weight.numel() > 0 and weight.untyped_storage().nbytes() == 0:
         raise ValueError(f"weight {tuple(weight.shape)} has no memory: FSDP has freed it; {_REMEDY}")
-    if weight.dim() != 2 or weight.shape[1] != hidden_size:
-        raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
 
 def _left_by(weight: Tensor) -> str:
@@ -176,6 +188,7 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
         raise TypeError(f"{name} must be a plain tensor, the whole of it on every rank, got a DTensor")
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {getattr(value, 'dtype', type(value).__name__)}")
+    _check_dense(name, value)
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
     if value.device != device:

@@ -129,12 +129,12 @@ def _forward(
         args, prepared = _prepare(tensors, config, needs)
         loss, stats, owned, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
         check_targets(args, prepared, stats, owned)
-        if args.options.reduction == "none":
+        if args.setting.options.reduction == "none":
             loss = to_arguments(args, loss, prepared.kept)
         aux = aux_outputs(args, prepared, stats)
-        outputs = [loss, *(aux[name] for name in args.aux)]
+        outputs = [loss, *(aux[name] for name in args.setting.aux)]
         if any(needs) and gradients is not None:
-            scale = torch.stack([loss.new_full((), args.hidden_grad_scale), loss.new_ones(())]) / factor
+            scale = torch.stack([loss.new_full((), args.setting.hidden_grad_scale), loss.new_ones(())]) / factor
             outputs += [*_outputs(args, prepared, gradients, hidden), scale]
         return outputs
 
@@ -179,7 +179,7 @@ def _backward(
     tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
-        if args.options.reduction == "none":
+        if args.setting.options.reduction == "none":
             grad_loss = grad_loss.reshape(-1)
             grad_loss = grad_loss if prepared.kept is None else grad_loss[prepared.kept]
         gradients = recompute(prepared.call, prepared.hidden, args.weight, args.bias, None, grad_loss)
@@ -215,7 +215,7 @@ def _outputs(args: Arguments, prepared: Prepared, gradients: Gradients, hidden: 
         if prepared.kept is not None:
             grad = torch.zeros_like(args.hidden).index_copy_(0, prepared.kept, grad)
         grad = grad.reshape(hidden.shape)
-    dtypes = _gradient_dtypes(hidden, args.weight, args.options)
+    dtypes = _gradient_dtypes(hidden, args.weight, args.setting.options)
     return [
         hidden.new_empty(0) if gradient is None else gradient.to(dtype)
         for gradient, dtype in zip((grad, *others), dtypes, strict=True)

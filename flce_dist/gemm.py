@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import first_part
+from .plan import first_part, span
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -127,7 +127,7 @@ class WeightGradient:
             first = first_part(self._num_columns, x.shape[1]) if split else self._num_columns
             for start, stop in ((0, first), (first, self._num_columns)):
                 if start < stop:
-                    into(self.weight[start:stop], grad_logits[:, start:stop].t(), x)
+                    into(span(self.weight, start, stop), span(grad_logits, start, stop, dim=1).t(), x)
         if self.bias is not None:
             self.bias[: self._num_columns] += grad_logits.sum(0, dtype=self.bias.dtype)
         self._first = False

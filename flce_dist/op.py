@@ -24,7 +24,7 @@ from . import collectives, row_math
 from .gemm import WeightGradient, accumulation_dtype, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions, recomputes
-from .plan import logits_buffer
+from .plan import logits_buffer, span
 from .shard import VocabShard
 from .tokens import HiddenGradient, TokenLayout
 
@@ -53,7 +53,7 @@ class RowInputs(NamedTuple):
         return [tensor._version for tensor in owned if tensor is not None and not tensor.is_inference()]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """What one call knows besides its differentiable tensors."""
 
@@ -122,7 +122,7 @@ def run_chunks(
     With `known_stats` (of an earlier forward) they are not computed and not exchanged again.
     """
     columns = call.shard.num_columns
-    weight_rows, bias_rows = weight[:columns], None if bias is None else bias[:columns]
+    weight_rows, bias_rows = span(weight, 0, columns), None if bias is None else span(bias, 0, columns)
     logits_dtype = call.options.logits_dtype or hidden.dtype
     buffer = logits_buffer(call.tokens.chunk_rows, columns, logits_dtype, hidden.device)
     stats = known_stats
@@ -135,14 +135,14 @@ def run_chunks(
 
     for start, stop in call.tokens.chunks:
         x = call.tokens.hidden_chunk(hidden, start, stop)
-        logits = buffer[: stop - start]
+        logits = span(buffer, 0, stop - start)
         logits_into(logits, x, weight_rows, bias_rows, call.options.logit_scale)
         if start == 0:
             weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
         chunk_weights = None if weights is None else weights.slice(start, stop)
         grad = logits if logits.dtype == x.dtype else logits.view(x.dtype)[:, :columns]
         residual = None if mean_row is None else stats.new_empty(stop - start)
-        target, chunk_stats = call.inputs.target[start:stop], stats[:, start:stop]
+        target, chunk_stats = span(call.inputs.target, start, stop), span(stats, start, stop, dim=1)
         softmax_rows(call, logits, grad, target, chunk_stats, chunk_weights, known_stats is not None, residual)
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)

@@ -6,6 +6,8 @@ different chunk counts would call different numbers of collectives.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ FIRST_PART_OUTPUTS = 2**22
 the least work that keeps all of it busy."""
 
 
+@lru_cache(maxsize=1024)
 def chunk_rows(
     num_tokens: int,
     max_columns: int,
@@ -76,6 +79,13 @@ def row_stride(columns: int) -> int:
     return -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
+def span(tensor: Tensor, start: int, stop: int, dim: int = 0) -> Tensor:
+    """Entries `[start, stop)` along a dimension: the tensor itself when these are all, since with few tokens the host's
+    time for a view is felt."""
+    size = stop - start
+    return tensor if size == tensor.shape[dim] else tensor.narrow(dim, start, size)
+
+
 def logits_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised `[rows, columns]` buffer with the row stride that the row kernels require."""
-    return torch.empty(rows, row_stride(columns), dtype=dtype, device=device)[:, :columns]
+    return span(torch.empty(rows, row_stride(columns), dtype=dtype, device=device), 0, columns, dim=1)

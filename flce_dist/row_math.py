@@ -23,39 +23,35 @@ def row_weights(
     options: LossOptions,
     target: Tensor,
     valid: Tensor,
+    share: Tensor,
     vocab_size: int,
-    dtype: torch.dtype,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | float | None,
 ) -> RowWeights:
-    """Coefficients of the rows' losses, in `dtype`, reduction included.
+    """Coefficients of the rows' losses, in the dtype of `share`, reduction included.
 
-    `target` and `valid` are `[N]`, the tokens of the whole group; `class_weight [vocab_size]`; `token_weight [N]` in
-    `dtype`.
+    `target`, `valid` and `share` (of `token_shares`, of a mean if there is no normalizer) are `[N]`, the tokens of the
+    whole group; `class_weight [vocab_size]`; `token_weight [N]` in the dtype of `share`.
     """
-    per_token = valid.to(dtype)
-    class_of_target = per_token
+    of_target, of_all = share, share
     if class_weight is not None:
         # A target outside the vocabulary is reported later, on all ranks; here it must only not fault.
-        class_of_target = torch.where(valid, class_weight.to(dtype)[target.clamp(0, vocab_size - 1)], 0.0)
-    divisor: Tensor | float = 1.0
-    square_divisor: Tensor | float = 1.0
-    if options.reduction == "mean":
-        if normalizer is not None:
-            divisor = square_divisor = _never_zero(_as_scalar(normalizer, dtype, target.device))
-        else:
-            divisor = square_divisor = per_token.sum().clamp(min=1)
-            if class_weight is not None:
-                divisor = _never_zero(class_of_target.sum())
+        of_target = torch.where(valid, class_weight.to(share.dtype)[target.clamp(0, vocab_size - 1)], 0.0)
+        if options.reduction == "mean" and normalizer is None:
+            divisor = _never_zero(of_target.sum())
+            of_target, of_all = of_target / divisor, valid.to(share.dtype) / divisor
     if token_weight is not None:
         weight = torch.where(valid, token_weight, 0.0)
-        class_of_target, per_token = class_of_target * weight, per_token * weight
+        of_target, of_all, share = of_target * weight, of_all * weight, share * weight
+    if normalizer is not None:
+        divisor = _never_zero(_as_scalar(normalizer, share.dtype, share.device))
+        of_target, of_all, share = of_target / divisor, of_all / divisor, share / divisor
     smoothing = options.label_smoothing
     return RowWeights(
-        target=class_of_target / divisor if not smoothing else class_of_target * (1.0 - smoothing) / divisor,
-        uniform=per_token * (smoothing / vocab_size) / divisor if smoothing else None,
-        square=per_token * options.z_loss / square_divisor if options.z_loss else None,
+        target=of_target * (1.0 - smoothing) if smoothing else of_target,
+        uniform=of_all * (smoothing / vocab_size) if smoothing else None,
+        square=share * options.z_loss if options.z_loss else None,
     )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
+from .plan import span
 
 
 def _bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
@@ -46,7 +47,7 @@ class ReplicatedTokens:
         return per_row
 
     def hidden_chunk(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        return hidden[start:stop]
+        return span(hidden, start, stop)
 
     def hidden_gradient(self, hidden: Tensor, reduce_dtype: torch.dtype, reduce: bool) -> HiddenGradient:
         return HiddenGradient(hidden, reduce_dtype, self.group if reduce else None)
@@ -57,7 +58,7 @@ class HiddenGradient:
 
     def __init__(self, hidden: Tensor, reduce_dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._grad = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        self._grad = torch.empty_like(hidden)
         self._reduce_dtype = reduce_dtype if group is not None else hidden.dtype
         self._scratch: Tensor | None = None
         self._pending: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -70,7 +71,7 @@ class HiddenGradient:
     def chunk(self, start: int, stop: int) -> Tensor:
         """Where the loop writes this rank's part of a chunk's gradient."""
         if self._reduce_dtype == self._grad.dtype:
-            return self._grad[start:stop]
+            return span(self._grad, start, stop)
         return self._free_scratch(stop - start)
 
     def _free_scratch(self, num_rows: int) -> Tensor:

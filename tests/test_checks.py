@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import LossOptions, VocabShard, linear_cross_entropy
+from flce_dist import LossOptions, VocabShard, arguments, linear_cross_entropy
 
 X, E = torch.randn(6, 8), torch.randn(21, 8)
 T = torch.tensor([0, 3, 20, -100, 7, 7])
@@ -197,3 +197,73 @@ def test_triton_on_cpu_without_the_interpreter_does_not_fall_back() -> None:
 def test_an_options_object_is_no_keyword() -> None:
     with pytest.raises(TypeError):
         call(options=LossOptions())
+
+
+LIKE_ANOTHER: list[tuple[dict[str, Any], dict[str, Any], Any, list[str]]] = [
+    # A call that is right, and one whose arguments compare equal or have the same shapes, which is not.
+    ({"hidden_grad_scale": 1.0}, {"hidden_grad_scale": True}, TypeError, ["hidden_grad_scale", "True"]),
+    ({"reduce_hidden_grad": True}, {"reduce_hidden_grad": 1}, TypeError, ["reduce_hidden_grad", "1"]),
+    ({"label_smoothing": 0.0}, {"label_smoothing": False}, TypeError, ["label_smoothing", "False"]),
+    ({"chunk_rows": 1}, {"chunk_rows": True}, TypeError, ["chunk_rows", "True"]),
+    ({"vocab_size": 21}, {"vocab_size": 21.0}, ValueError, ["vocab_size", "21.0"]),
+    ({"normalizer": 3.0}, {"normalizer": -3.0}, ValueError, ["normalizer", "-3.0"]),
+    ({"normalizer": 1}, {"normalizer": True}, TypeError, ["normalizer", "True"]),
+    ({"normalizer": 3.0}, {"normalizer": 3.0, "reduction": "sum"}, ValueError, ["normalizer", "sum"]),
+    (
+        {"class_weight": torch.ones(21)},
+        {"class_weight": torch.ones(21, requires_grad=True)},
+        ValueError,
+        ["class_weight", "grad"],
+    ),
+    ({"token_weight": T * 0.5}, {"token_weight": (T * 0.5).to_sparse()}, TypeError, ["token_weight", "dense"]),
+    ({"target": T}, {"target": T.to(torch.int16)}, TypeError, ["int16"]),
+    ({}, {"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
+    ({}, {"weight": E.to_sparse()}, TypeError, ["weight", "sparse"]),
+    ({}, {"hidden": X.double()}, TypeError, ["float64"]),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "error", "words"), LIKE_ANOTHER)
+def test_a_wrong_call_after_a_right_one_like_it(
+    right: dict[str, Any], wrong: dict[str, Any], error: Any, words: list[str]
+) -> None:
+    """What was checked is not checked again in a call with the same arguments: these are others."""
+    good: dict[str, Any] = {"hidden": X, "weight": E, "target": T}
+    linear_cross_entropy(**{**good, **right})
+    with pytest.raises(error) as caught:
+        linear_cross_entropy(**{**good, **wrong})
+    for word in words:
+        assert word in str(caught.value)
+    linear_cross_entropy(**{**good, **right})
+
+
+def test_a_weight_that_is_freed_after_a_right_call() -> None:
+    weight = E.clone()
+    linear_cross_entropy(X, weight, T)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="FSDP has freed it"):
+        linear_cross_entropy(X, weight, T)
+
+
+def test_equal_calls_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    whole = arguments._setting
+    monkeypatch.setattr(arguments, "_setting", lambda *given: checked.append(given) or whole(*given))
+    monkeypatch.setattr(arguments, "_settings", {})
+    monkeypatch.setattr(arguments, "_MAX_SETTINGS", 3)
+
+    def calls(num_tokens: int) -> int:
+        before = len(checked)
+        linear_cross_entropy(X[:num_tokens], E, T[:num_tokens], label_smoothing=0.1, aux=("lse",))
+        return len(checked) - before
+
+    assert [calls(6), calls(6), calls(5), calls(6), calls(5)] == [1, 0, 1, 0, 0]
+    # Lengths that vary without end are not all remembered.
+    for num_tokens in range(5):
+        calls(num_tokens)
+    assert len(arguments._settings) <= 3
+    # A list may be no key: such a call is checked each time, and works.
+    before = len(checked)
+    for _ in range(2):
+        linear_cross_entropy(X, E, T, aux=["lse"])
+    assert len(checked) - before == 2

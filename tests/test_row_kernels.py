@@ -261,6 +261,41 @@ def test_loss_sum_sees_a_target_on_two_ranks(bad: int, interpreted_workers: Pool
     assert not got["triton"][1].item()
 
 
+def _token_shares(_: Context, ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype) -> dict[str, Any]:
+    from flce_dist.kernels import torch_rows, triton_rows
+
+    return {name: rows.token_shares(ids, ignore_index, mean, dtype) for name, rows in
+            (("torch", torch_rows), ("triton", triton_rows))}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 2**33, -(2**63)])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 2048, 4099])
+def test_token_shares(
+    num_rows: int, ignore_index: int, mean: bool, dtype: torch.dtype, interpreted_workers: Pool
+) -> None:
+    # Ids that are equal to ignore_index in their lower 32 bits alone are valid.
+    choices = torch.tensor([ignore_index, 7, ignore_index % 2**32, 2**40])
+    ids = choices[torch.randint(4, (num_rows + 1,), generator=torch.Generator().manual_seed(num_rows))][1:]
+    got = interpreted_workers.run(1, _token_shares, ids, ignore_index, mean, dtype)[0]
+    kept = [int(i) != ignore_index for i in ids]
+    share = 1 / max(1, sum(kept)) if mean else 1.0
+    for name, (valid, shares) in got.items():
+        assert valid.dtype == torch.bool, name
+        assert valid.tolist() == kept, name
+        assert shares.dtype == dtype, name
+        expected = torch.tensor([share if k else 0.0 for k in kept], dtype=dtype)
+        torch.testing.assert_close(shares, expected, rtol=0 if not mean else 1e-7, atol=0, msg=name)
+
+
+def test_token_shares_of_ignored_tokens(interpreted_workers: Pool) -> None:
+    got = interpreted_workers.run(1, _token_shares, torch.full((3,), -100), -100, True, torch.float32)[0]
+    for name, (valid, shares) in got.items():
+        assert not valid.any(), name
+        assert shares.tolist() == [0.0, 0.0, 0.0], name
+
+
 def _scale(_: Context, dtype: torch.dtype, factor: float, host_factor: float) -> dict[str, Tensor]:
     from flce_dist.kernels import torch_rows, triton_rows
 

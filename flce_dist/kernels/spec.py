@@ -8,6 +8,7 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
     combine(gathered[W, K, C], stats[K, C], spec)
     row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], weights, spec, column_weight, residual[C])
     row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
+    token_shares(ids[N], ignore_index, mean, dtype) -> (valid[N] bool, share[N])
     loss_sum(stats[K, N], weights, valid[N], spec) -> (loss [], owned [] bool)
     scale_(gradients, factor [])
 
@@ -16,9 +17,10 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
 the target is another rank's or ignored). `logits` comes from `plan.logits_buffer`; `row_stats` may change it in ways
 that `row_grad_` does not depend on, and that one overwrites it with its gradient: `grad` is the same storage, seen in
 the dtype of the GEMM operands. Where that is narrower and `residual` is given, it gets each row's sum of what rounding
-added. Statistics are float32, and float64 for float64 logits. `loss_sum` also says whether each valid row's target is
-on exactly one rank. `scale_` multiplies contiguous gradients, each given with a host number, by that number and a 0-d
-tensor that the host does not read.
+added. Statistics are float32, and float64 for float64 logits. `token_shares` says which ids are not `ignore_index`, and
+what share of the loss each of these has: 1, or for a mean 1 over their number; the others have 0. `loss_sum` also says
+whether each valid row's target is on exactly one rank. `scale_` multiplies contiguous gradients, each given with a host
+number, by that number and a 0-d tensor that the host does not read.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..plan import span
 
 MAX, OTHERS, TARGET, OWNED = range(4)
 """Rows of the statistics: max of the logits z; sum of exp(z - max) over the columns other than the target; the target's
@@ -93,7 +97,7 @@ class RowWeights(NamedTuple):
     square: Tensor | None
 
     def slice(self, start: int, stop: int) -> RowWeights:
-        return self._each(lambda w: w[start:stop])
+        return self._each(lambda w: span(w, start, stop))
 
     def scaled(self, factor: Tensor | float) -> RowWeights:
         return self if isinstance(factor, float) and factor == 1.0 else self._each(lambda w: w * factor)

@@ -82,6 +82,12 @@ def row_stats_grad_(
     row_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
 
 
+def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    valid = ids != ignore_index
+    share = valid.to(dtype)
+    return valid, share / share.sum().clamp(min=1) if mean else share
+
+
 def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
     return row_math.row_losses(stats, weights, valid, spec).sum(), ~row_math.badly_owned(stats, valid).any()
 
@@ -94,7 +100,7 @@ def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
 def _row_blocks(logits: Tensor) -> Iterator[slice]:
     rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], rows):
-        yield slice(start, start + rows)
+        yield slice(start, min(start + rows, logits.shape[0]))
 
 
 def _capped(logits: Tensor, spec: RowSpec) -> Tensor:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .spec import RowSpec, RowWeights, stats_dtype
 from .triton_primitives import (
     MAX_ROW,
@@ -139,6 +140,24 @@ def _combine_kernel(
         tl.store(out + ENTROPY * out_stride, entropy, mask=mask)
 
 
+@triton.jit(do_not_specialize=["ignore_index", "num_rows"], do_not_specialize_on_alignment=["ids"])
+def _token_shares_kernel(ids, ignore_index, valid, share, num_rows, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """By one program, like the sum of the losses."""
+    factor = tl.full((), 1.0, share.dtype.element_ty)
+    if MEAN:
+        num_valid = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, num_rows, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            num_valid += (tl.load(ids + i, mask=i < num_rows, other=ignore_index) != ignore_index).to(tl.int32)
+        factor = factor / tl.maximum(tl.sum(num_valid, 0), 1).to(share.dtype.element_ty)
+    for start in range(0, num_rows, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < num_rows
+        is_valid = tl.load(ids + i, mask=mask, other=ignore_index) != ignore_index
+        tl.store(valid + i, is_valid.to(tl.int8), mask=mask)
+        tl.store(share + i, tl.where(is_valid, factor, 0.0), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _loss_sum_kernel(
     stats, target_weights, uniform_weights, square_weights, valid, loss, all_owned, num_rows, WEIGHTED: tl.constexpr,
@@ -221,17 +240,18 @@ def row_stats(
     first_column: int = 0,
 ) -> None:
     num_rows, num_columns = logits.shape
-    _row_stats_kernel[(num_rows,)](
-        logits, logits.stride(0), stats, stats.stride(0), target, column_weight, num_columns, first_column,
-        SOFTCAP=spec.softcap, ACC=_acc(logits.dtype), **_stat_rows(spec), **_launch_settings(num_columns),
+    launch(
+        _row_stats_kernel, num_rows, logits, logits.stride(0), stats, stats.stride(0), target, column_weight,
+        num_columns, first_column, SOFTCAP=spec.softcap, **_stat_rows(spec), ACC=_acc(logits.dtype),
+        **_launch_settings(num_columns),
     )  # fmt: skip
 
 
 def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
     num_ranks, num_stats, num_rows = gathered.shape
-    _combine_kernel[(triton.cdiv(num_rows, 128),)](
-        gathered, stats, stats.stride(0), num_ranks, num_rows, NUM_STATS=num_stats, ACC=_acc(stats.dtype), BLOCK=128,
-        **_stat_rows(spec), num_warps=2,
+    launch(
+        _combine_kernel, triton.cdiv(num_rows, 128), gathered, stats, stats.stride(0), num_ranks, num_rows,
+        NUM_STATS=num_stats, **_stat_rows(spec), ACC=_acc(stats.dtype), BLOCK=128, num_warps=2,
     )  # fmt: skip
 
 
@@ -246,10 +266,11 @@ def row_grad_(
     residual: Tensor | None = None,
 ) -> None:
     num_rows, num_columns = logits.shape
-    _row_grad_kernel[(num_rows,)](
-        logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target, *weights, column_weight,
-        residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row, TOKEN_SCALING=spec.token_scaling,
-        IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype), **_launch_settings(num_columns),
+    launch(
+        _row_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target,
+        *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row,
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype),
+        **_launch_settings(num_columns),
     )  # fmt: skip
 
 
@@ -264,19 +285,29 @@ def row_stats_grad_(
     residual: Tensor | None = None,
 ) -> None:
     num_rows, num_columns = logits.shape
-    _row_stats_grad_kernel[(num_rows,)](
-        logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target, *weights, column_weight,
-        residual, num_columns, SOFTCAP=spec.softcap, TOKEN_SCALING=spec.token_scaling,
-        IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype), **_stat_rows(spec),
+    launch(
+        _row_stats_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0),
+        target, *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **_stat_rows(spec),
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype),
         **_launch_settings(num_columns),
     )  # fmt: skip
+
+
+def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    valid = torch.empty(ids.shape, dtype=torch.bool, device=ids.device)
+    share = torch.empty(ids.shape, dtype=dtype, device=ids.device)
+    launch(
+        _token_shares_kernel, 1, ids, ignore_index, valid.view(torch.int8), share, ids.shape[0],
+        MEAN=mean, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return valid, share
 
 
 def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
     loss = stats.new_empty(())
     all_owned = torch.empty((), dtype=torch.bool, device=stats.device)
-    _loss_sum_kernel[(1,)](
-        stats, *weights, valid.view(torch.int8), loss, all_owned.view(torch.int8), stats.shape[1],
+    launch(
+        _loss_sum_kernel, 1, stats, *weights, valid.view(torch.int8), loss, all_owned.view(torch.int8), stats.shape[1],
         WEIGHTED=spec.weighted_sum_row, WEIGHT=spec.weight_sum_row, TOKEN_SCALING=spec.token_scaling,
         ACC=_acc(stats.dtype), BLOCK=1024, num_warps=8,
     )  # fmt: skip
@@ -286,10 +317,11 @@ def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -
 def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
     """Makes no pass over a gradient whose factor is 1. Two gradients share a launch."""
     some = [pair for pair in gradients if pair[0].numel()]
-    for a, b in zip_longest(some[::2], some[1::2], fillvalue=(None, 1.0)):
-        num_a, num_b = (0 if x is None else x.numel() for x, _ in (a, b))
+    for (a, factor_a), (b, factor_b) in zip_longest(some[::2], some[1::2], fillvalue=(None, 1.0)):
+        assert a is not None
+        num_a, num_b = a.numel(), 0 if b is None else b.numel()
         num_programs = min(triton.cdiv(max(num_a, num_b), 8192), 2048)
-        assert a[0] is not None
-        _scale_kernel[(num_programs,)](
-            a[0], a[1], num_a, b[0], b[1], num_b, factor, num_programs, ACC=_acc(a[0].dtype), BLOCK=8192, num_warps=8
-        )
+        launch(
+            _scale_kernel, num_programs, a, factor_a, num_a, b, factor_b, num_b, factor, num_programs,
+            ACC=_acc(a.dtype), BLOCK=8192, num_warps=8,
+        )  # fmt: skip

@@ -128,6 +128,7 @@ ROW_KERNELS = (
     "_row_grad_kernel",
     "_row_stats_grad_kernel",
     "_combine_kernel",
+    "_token_shares_kernel",
     "_loss_sum_kernel",
     "_scale_kernel",
 )
@@ -137,8 +138,9 @@ SPEC = RowSpec(softcap=None, uniform=False, argmax=False, entropy=False, token_s
 
 def test_few_compiled_variants_over_many_shapes(device: torch.device) -> None:
     """With dtype and flags fixed. A shape that compiles again costs its user a second."""
-    from flce_dist.kernels import triton_rows
+    from flce_dist.kernels import launch, triton_rows
 
+    launch.forget()
     kernels = {name: getattr(triton_rows, name) for name in ROW_KERNELS}
     for kernel in kernels.values():
         kernel.device_caches.clear()
