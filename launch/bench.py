@@ -112,13 +112,13 @@ def measure_shape(
         for tensor in inputs:  # torch.multinomial draws other targets on another GPU
             dist.broadcast(tensor, group_src=0, group=group)
     problem = workload.make_problem(shape, inputs, group)
-    expected = None if args.no_errors else accuracy.reference(problem, inputs[1])
+    references = None if args.no_errors else accuracy.References(problem, inputs[1])
     del inputs
     entries = prepare(args, problem, budgets)
     for entry in entries:
-        _guarded(entry, group, partial(_check, entry, problem, expected, args.forward_only))
+        _guarded(entry, group, partial(_check, entry, problem, references, args.forward_only))
         say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
-    del expected
+    del references
     if args.graph:
         entries += _graphs(entries, problem)
     _time(args, entries, problem)
@@ -170,9 +170,10 @@ def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], ar
     entry.step = partial(entry.program.run, args.forward_only)
 
 
-def _check(entry: Entry, problem: workload.Problem, expected: accuracy.Reference | None, forward_only: bool) -> None:
+def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None, forward_only: bool) -> None:
     """The first calls: errors, then the extra peak once everything is compiled."""
     assert entry.step is not None
+    expected = None if references is None or entry.method is None else references.of(entry.method)
     result = entry.step()
     if entry.program is not None:
         assert isinstance(result, torch.Tensor)
@@ -269,6 +270,7 @@ def write(args: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> N
         "shapes": [asdict(shape) for shape in args.shapes],
         "out": str(args.out),
     }
+    facts["float32_matmul"] = torch.get_float32_matmul_precision()  # which a package may set when it is imported
     report.write_json(args.out / "results.json", rows, facts, settings)
 
 

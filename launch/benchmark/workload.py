@@ -163,3 +163,8 @@ def make_problem(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], group: dis
     shard = VocabShard.even(shape.vocab_size, rank, num_ranks)
     local = weight if num_ranks == 1 else weight[shard.start : shard.stop].clone()
     return Problem(shape, hidden.requires_grad_(), local.requires_grad_(), target, shard, group)
+
+
+def make_class_weight(vocab_size: int, device: torch.device) -> Tensor:
+    """`[V]` float32 in [0.5, 1.5), the same whenever it is made."""
+    return 0.5 + torch.rand(vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
