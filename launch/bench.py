@@ -182,7 +182,7 @@ def _check(entry: Entry, problem: workload.Problem, references: accuracy.Referen
         entry.step()
         entry.program.hidden.grad = entry.program.weight.grad = None
         del result
-    entry.row.extra_peak_bytes = measure.extra_peak(entry.step, problem)
+    entry.row.extra_peak_bytes = measure.extra_peak(entry.step, problem.place)
     if entry.program is not None:
         entry.program.hidden.grad = entry.program.weight.grad = None
 
@@ -237,7 +237,7 @@ def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
 
 
 def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem) -> None:
-    graph.step = measure.captured(step, problem)
+    graph.step = measure.captured(step, problem.place)
     graph.step()
     measure.synchronize(problem.device)
 
@@ -245,7 +245,8 @@ def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem
 def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Problem) -> None:
     ready = [entry for entry in entries if entry.step is not None and entry.row.status == "ok"]
     steps = [entry.step for entry in ready if entry.step is not None]
-    for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
+    times = measure.time_rounds(steps, problem.place, args.rounds, args.round_seconds)
+    for entry, seconds in zip(ready, times, strict=True):
         entry.row.seconds = seconds
     whole = entries[0].row
     cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor}

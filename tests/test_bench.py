@@ -499,7 +499,7 @@ def test_the_extra_peak_on_the_cpu_counts_what_is_alive_together() -> None:
         b, c = torch.zeros(2**17), torch.zeros(2**18)
         del b, c
 
-    peak = measure.extra_peak(step, problem())
+    peak = measure.extra_peak(step, problem().place)
     assert 4 * (2**18 + 2**17) <= peak < 4 * (2**18 + 2**17) * 1.05
 
 
@@ -580,8 +580,8 @@ def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
     options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        variants = bench_fsdp_head.compare(options, CPU)
-    return [(variant.name, len(variant.times)) for variant in variants], said.getvalue()
+        times = bench_fsdp_head.compare(options, CPU)
+    return [(name, len(seconds)) for name, seconds in times.items()], said.getvalue()
 
 
 def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
@@ -590,7 +590,7 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
         assert found == [(name, 2) for name in bench_fsdp_head.VARIANTS]
         assert bool(said) == (said is results[0][1])
     assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
-    assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +-$", results[0][1], flags=re.MULTILINE)
+    assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +\d+$", results[0][1], flags=re.MULTILINE)
 
 
 def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
