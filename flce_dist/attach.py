@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import LossOutput, linear_cross_entropy
-from .options import LossOptionsDict, options_of
+from .options import LossOptionsDict, checked_options
 from .shard import VocabShard
 
 _ATTRIBUTE = "_flce_loss"
@@ -58,7 +58,7 @@ def attach_loss(
         TypeError: `head` has no weight, or parameters that the loss would leave out (an adapter's).
         ValueError: it has a loss already.
     """
-    options_of(options)
+    options = checked_options(options)
     names = {name for name, _ in head.named_parameters()}
     if "weight" not in names or names - {"weight", "bias"}:
         raise TypeError(

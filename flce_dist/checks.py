@@ -101,9 +101,14 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 def check_plain_autograd(given: Given) -> None:
     """
     Raises:
-        NotImplementedError: a `torch.func` transform is on, or a tensor, which is named, has a tangent of forward-mode
-            differentiation.
+        NotImplementedError: under `torch.jit.trace`; a `torch.func` transform is on; or a tensor, which is named, has a
+            tangent of forward-mode differentiation.
     """
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "linear_cross_entropy does not work under torch.jit.trace, which would keep sizes and options of this one "
+            "call as constants: use torch.compile or torch.export"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     if forward_ad._current_level < 0:  # asking each tensor would be felt in small calls

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import LossOutput, linear_cross_entropy
-from .options import LossOptionsDict, options_of
+from .options import LossOptionsDict, checked_options, options_of
 from .shard import VocabShard
 
 _INIT_ROWS = 4096
@@ -53,8 +53,7 @@ class LinearCrossEntropyLoss(_Grouped):
         **options: Unpack[LossOptionsDict],
     ) -> None:
         super().__init__()
-        options_of(options)
-        self.options = options
+        self.options = checked_options(options)
         self.group = group
         self.call: dict[str, Any] = {
             "vocab_size": vocab_size,
@@ -111,7 +110,7 @@ class VocabParallelHead(_Grouped):
     ) -> None:
         super().__init__()
         self.options = options_of(options)
-        self._options = options
+        self._options = checked_options(options)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         if isinstance(group, DeviceMesh) and group.ndim > self._max_mesh_dims:

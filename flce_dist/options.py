@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypedDict
@@ -40,6 +41,8 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "
 @dataclass(frozen=True)
 class LossOptions:
     """What the loss computes and how; the defaults are plain mean cross entropy.
+
+    Numbers may be numpy's, and become Python's here.
 
     Args:
         reduction: "mean" over the valid tokens, "sum", or "none" (one loss a token).
@@ -91,8 +94,12 @@ class LossOptions:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("label_smoothing", "z_loss", "logit_scale"):
-            _check_number(name, getattr(self, name))
+        for name in ("label_smoothing", "z_loss", "logit_scale", "softcap"):
+            self._convert(name, to_float)
+        for name in ("ignore_index", "chunk_rows"):
+            self._convert(name, to_int)
+        if not isinstance(self.logits_budget, str):
+            self._convert("logits_budget", parse_bytes)
         for name in ("token_scaling", "skip_ignored"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
@@ -100,20 +107,16 @@ class LossOptions:
             value = getattr(self, name)
             if value is not None and value not in DTYPES.values():
                 raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
-        if not isinstance(self.ignore_index, int) or isinstance(self.ignore_index, bool):
-            raise TypeError(f"ignore_index must be an int, got {self.ignore_index!r}")
         if not -(2**63) <= self.ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.z_loss < 0.0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
-        if self.softcap is not None:
-            _check_number("softcap", self.softcap)
-            if self.softcap <= 0.0:
-                raise ValueError(f"softcap must be positive (None switches it off), got {self.softcap}")
-        if self.chunk_rows is not None:
-            _check_positive_int("chunk_rows", self.chunk_rows)
+        if self.softcap is not None and self.softcap <= 0.0:
+            raise ValueError(f"softcap must be positive (None switches it off), got {self.softcap}")
+        if self.chunk_rows is not None and self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows must be at least 1, got {self.chunk_rows}")
         if self.budget_bytes is not None and self.budget_bytes < 1:
             raise ValueError(f"logits_budget must be at least one byte, got {self.logits_budget!r}")
         if self.backward == "forward" and self.reduction == "none":
@@ -121,6 +124,11 @@ class LossOptions:
                 'backward="forward" needs reduction "mean" or "sum": with "none" the upstream gradient of each token '
                 "is not known in forward"
             )
+
+    def _convert(self, name: str, convert: Callable[[str, Any], object]) -> None:
+        value = getattr(self, name)
+        if value is not None or getattr(LossOptions, name) is not None:  # None is a value where it is the default
+            object.__setattr__(self, name, convert(name, value))
 
     @cached_property
     def budget_bytes(self) -> int | None:
@@ -197,6 +205,16 @@ def options_of(values: Mapping[str, Any]) -> LossOptions:
         return LossOptions(**values)
 
 
+def checked_options(values: LossOptionsDict) -> LossOptionsDict:
+    """The same options as `LossOptions` has them: with Python's numbers, which `torch.compile` keeps constant.
+
+    Raises:
+        TypeError, ValueError: as `LossOptions`.
+    """
+    options = options_of(values)
+    return {name: getattr(options, name) for name in values}  # type: ignore[return-value]
+
+
 def nearest(name: object, known: Iterable[str], listed: str = "known") -> str:
     """What to say of a name that is none of the known ones, which are else `listed`."""
     close = difflib.get_close_matches(str(name), known := list(known), n=1)
@@ -209,30 +227,40 @@ def parse_bytes(name: str, value: int | str) -> int:
     Raises:
         TypeError, ValueError: naming `name`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | str):
         raise TypeError(f'{name} must be a number of bytes or a string like "512MiB", got {value!r}')
-    if isinstance(value, int):
-        return value
+    if not isinstance(value, str):
+        return int(value)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2] not in UNITS:
         raise ValueError(f'{name} must look like "512MiB" (units: {", ".join(u for u in UNITS if u)}), got {value!r}')
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def to_float(name: str, value: object) -> float:
+    """A number, numpy's too, as Python's.
+
+    Raises:
+        TypeError, ValueError: naming `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not is_finite(value):
+    if not is_finite(value if isinstance(value, int) else float(value)):  # a large int is no float
         raise ValueError(f"{name} must be finite in float32, got {value!r}")
+    return float(value)
+
+
+def to_int(name: str, value: object) -> int:
+    """An integer, numpy's too, as Python's.
+
+    Raises:
+        TypeError: naming `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    return int(value)
 
 
 def is_finite(value: int | float) -> bool:
     """Whether float32 can hold a number, in which losses are formed: 1e300 would be infinite there."""
     return abs(value) <= LARGEST
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

@@ -112,13 +112,13 @@ def measure_shape(
         for tensor in inputs:  # torch.multinomial draws other targets on another GPU
             dist.broadcast(tensor, group_src=0, group=group)
     problem = workload.make_problem(shape, inputs, group)
-    expected = None if args.no_errors else accuracy.reference(problem, inputs[1])
+    references = None if args.no_errors else accuracy.References(problem, inputs[1])
     del inputs
     entries = prepare(args, problem, budgets)
     for entry in entries:
-        _guarded(entry, group, partial(_check, entry, problem, expected, args.forward_only))
+        _guarded(entry, group, partial(_check, entry, problem, references, args.forward_only))
         say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
-    del expected
+    del references
     if args.graph:
         entries += _graphs(entries, problem)
     _time(args, entries, problem)
@@ -170,9 +170,10 @@ def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], ar
     entry.step = partial(entry.program.run, args.forward_only)
 
 
-def _check(entry: Entry, problem: workload.Problem, expected: accuracy.Reference | None, forward_only: bool) -> None:
+def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None, forward_only: bool) -> None:
     """The first calls: errors, then the extra peak once everything is compiled."""
     assert entry.step is not None
+    expected = None if references is None or entry.method is None else references.of(entry.method)
     result = entry.step()
     if entry.program is not None:
         assert isinstance(result, torch.Tensor)
@@ -181,7 +182,7 @@ def _check(entry: Entry, problem: workload.Problem, expected: accuracy.Reference
         entry.step()
         entry.program.hidden.grad = entry.program.weight.grad = None
         del result
-    entry.row.extra_peak_bytes = measure.extra_peak(entry.step, problem)
+    entry.row.extra_peak_bytes = measure.extra_peak(entry.step, problem.place)
     if entry.program is not None:
         entry.program.hidden.grad = entry.program.weight.grad = None
 
@@ -236,7 +237,7 @@ def _graphs(entries: list[Entry], problem: workload.Problem) -> list[Entry]:
 
 
 def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem) -> None:
-    graph.step = measure.captured(step, problem)
+    graph.step = measure.captured(step, problem.place)
     graph.step()
     measure.synchronize(problem.device)
 
@@ -244,7 +245,8 @@ def _capture(graph: Entry, step: Callable[[], object], problem: workload.Problem
 def _time(args: argparse.Namespace, entries: list[Entry], problem: workload.Problem) -> None:
     ready = [entry for entry in entries if entry.step is not None and entry.row.status == "ok"]
     steps = [entry.step for entry in ready if entry.step is not None]
-    for entry, seconds in zip(ready, measure.time_rounds(steps, problem, args.rounds, args.round_seconds), strict=True):
+    times = measure.time_rounds(steps, problem.place, args.rounds, args.round_seconds)
+    for entry, seconds in zip(ready, times, strict=True):
         entry.row.seconds = seconds
     whole = entries[0].row
     cut = {entry.row.chunk_rows: entry.row for entry in ready if entry.is_floor}
@@ -269,6 +271,7 @@ def write(args: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> N
         "shapes": [asdict(shape) for shape in args.shapes],
         "out": str(args.out),
     }
+    facts["float32_matmul"] = torch.get_float32_matmul_precision()  # which a package may set when it is imported
     report.write_json(args.out / "results.json", rows, facts, settings)
 
 

@@ -42,7 +42,6 @@ class EngineVariant(Variant):
         from flce_dist.integrations.deepspeed import initialize
 
         self.name, self.device = name, device
-        self.times: list[float] = []
         before = self.allocated()
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -68,7 +67,6 @@ class EngineVariant(Variant):
         self.target = torch.randint(options.vocab, shape[:1], device=device, generator=generator)
         self.step()
         self.held = self.allocated() - before
-        self.peak = 0
 
     def step(self) -> None:
         self.engine.backward(self.engine(self.hidden, self.target))

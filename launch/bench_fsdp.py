@@ -34,8 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 from benchmark import measure
 from benchmark.ranks import Ranks, exit_process
-from benchmark.workload import Problem, Shape
-from flce_dist import VocabShard
+from benchmark.workload import Place
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
 
@@ -149,12 +148,7 @@ def make_batch(args: argparse.Namespace, number: int, rank: int, device: torch.d
 def run(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[Row]:
     """Rows of all methods; collective."""
     mesh = DeviceMesh.from_group(group, device.type)
-    shape, shard = (
-        Shape("model", args.batch * args.length, args.hidden, args.vocab),
-        VocabShard(args.vocab, 0, args.vocab),
-    )
-    nothing = torch.empty(0, device=device)
-    place = Problem(shape, nothing, nothing, nothing, shard, group)
+    place = Place(device, group)
     steps: dict[str, Callable[[], Tensor]] = {}
     curves: dict[str, list[float]] = {}
     for name in args.methods:

@@ -14,7 +14,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmark import measure, report
 from benchmark.ranks import exit_process
+from benchmark.workload import Place
 from flce_dist import VocabParallelHead
 from flce_dist.integrations.never_gathered import shard_head
 from flce_dist.options import LossOptionsDict
@@ -53,7 +54,6 @@ class Variant:
 
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device):
         self.name, self.device = name, device
-        self.times: list[float] = []
         before = self.allocated()
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
         policy = MixedPrecisionPolicy(DTYPES[options.dtype], torch.float32, cast_forward_inputs=False)
@@ -78,7 +78,6 @@ class Variant:
         self.target = torch.randint(options.vocab, shape[:1], device=device, generator=generator)
         self.step()
         self.held = self.allocated() - before  # parameters and optimizer state, after the first step has made it
-        self.peak = 0
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
@@ -88,44 +87,25 @@ class Variant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def measure(self, seconds: float) -> None:
-        """A round: one step for the peak, then as many as all ranks agree to fit into `seconds`."""
-        start = self.allocated()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        once = self.timed(1)
-        if self.device.type == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - start)
-        self.times.append(self.timed(max(1, int(seconds / once))))
 
-    def timed(self, steps: int) -> float:
-        """Seconds of a step, of the slowest rank."""
-        self.synchronize()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self.synchronize()
-        return largest((time.perf_counter() - begin) / steps, self.device)
+def measure_in_turn(
+    variants: Sequence[Variant], options: argparse.Namespace, device: torch.device
+) -> dict[str, list[float]]:
+    """Measures the variants; rank 0 prints the table.
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def largest(value: float, device: torch.device) -> float:
-    tensor = torch.tensor(value, device=device, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
-
-
-def table(variants: Sequence[Variant], device: torch.device) -> None:
+    Returns:
+        Seconds of a step in each round, by variant.
+    """
+    place = Place(device, dist.group.WORLD)
+    times = measure.time_rounds([v.step for v in variants], place, options.rounds, options.round_seconds)
     say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
-    first = variants[0].times
-    for variant in variants:
-        ratio = statistics.median(time / other for time, other in zip(variant.times, first, strict=True))
-        memory = [largest(value, device) / 2**20 for value in (variant.held, variant.peak)]
-        shown = [f"{value:9.0f}" if device.type == "cuda" else f"{'-':>9}" for value in memory]
-        say(f"{variant.name:<16} {1e3 * statistics.median(variant.times):9.2f} {ratio:10.3f} {' '.join(shown)}")
+    for variant, seconds in zip(variants, times, strict=True):
+        most = measure.largest([variant.held], place)[0]
+        held = f"{most / 2**20:.0f}" if device.type == "cuda" else "-"
+        peak = measure.extra_peak(variant.step, place) / 2**20
+        ratio = report.median_ratio(seconds, times[0])
+        say(f"{variant.name:<16} {1e3 * statistics.median(seconds):9.2f} {ratio:10.3f} {held:>9} {peak:9.0f}")
+    return {variant.name: seconds for variant, seconds in zip(variants, times, strict=True)}
 
 
 def parse(arguments: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
@@ -156,17 +136,8 @@ def start(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def measure_in_turn(variants: Sequence[Variant], options: argparse.Namespace, device: torch.device) -> None:
-    """All rounds; rank 0 prints the table."""
-    for number in range(options.rounds):
-        turn = number % len(variants)
-        for variant in [*variants[turn:], *variants[:turn]]:
-            variant.measure(options.round_seconds)
-    table(variants, device)
-
-
-def compare(options: argparse.Namespace, device: torch.device) -> list[Variant]:
-    """Measures all variants on the ranks of the default group; rank 0 prints the table."""
+def compare(options: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
+    """`measure_in_turn` of all variants on the ranks of the default group."""
     ranks = dist.get_world_size()
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     say(f"{ranks} x {name}, torch {torch.__version__}, {options.dtype}")
@@ -175,9 +146,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> list[Variant]:
         f"{ranks * options.tokens:,} tokens travel instead of {options.vocab:,} rows of the weight "
         f"({ranks * options.tokens / options.vocab:.2f} of them)"
     )
-    variants = [Variant(name, options, device) for name in VARIANTS]
-    measure_in_turn(variants, options, device)
-    return variants
+    return measure_in_turn([Variant(name, options, device) for name in VARIANTS], options, device)
 
 
 def main(arguments: Sequence[str]) -> int:

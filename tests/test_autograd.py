@@ -237,6 +237,13 @@ def test_double_backward_is_a_clear_error(reduction: str, backward: str) -> None
         _gradient_penalty(Case(reduction=reduction), backward)
 
 
+def test_a_jit_trace_is_a_clear_error() -> None:
+    full = make_inputs(Case())
+    with pytest.raises(NotImplementedError, match=r"torch\.compile or torch\.export"):
+        torch.jit.trace(lambda hidden: linear_cross_entropy(hidden, full.weight, full.target), (full.hidden,))
+    assert linear_cross_entropy(full.hidden, full.weight, full.target).isfinite(), "the next call is none of a trace"
+
+
 def test_torch_func_is_a_clear_error() -> None:
     full = make_inputs(Case())
     with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)torch\.func|functorch|vmap|setup_context"):

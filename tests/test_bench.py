@@ -77,6 +77,7 @@ def test_the_results_say_how_to_repeat_them(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", facts["flce_dist"])
     assert facts["world_size"] == 1
     assert facts["torch"] == torch.__version__
+    assert facts["float32_matmul"] == "highest", "no TF32"
 
 
 def test_the_commit_is_that_of_the_files_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +139,14 @@ def test_what_is_measured_follows_from_a_methods_options(monkeypatch: pytest.Mon
 
 def test_methods_are_different() -> None:
     """No name for what another one does already."""
-    ours = [dict(method.options) for method in methods.METHODS.values() if method.chunked]
+    ours = [{**method.options, **method.loss} for method in methods.METHODS.values() if method.chunked]
     assert all(options not in ours[:i] for i, options in enumerate(ours))
     reduce_in_fp32 = {"hidden_grad_reduce_dtype": torch.float32}  # the default
     assert reduce_in_fp32 not in ours
+
+
+def test_what_stands_for_a_method_on_one_rank_can_be_measured_there() -> None:
+    assert all(methods.METHODS[other].single for other in scaling.ONE_RANK.values())
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarking.md"
@@ -292,15 +297,16 @@ def test_budgets_are_drawn_beside_what_has_none(tmp_path: Path, figures: dict[st
 
 
 def test_a_legend_covers_no_line(tmp_path: Path, figures: dict[str, Any]) -> None:
+    names = [name for name, method in methods.METHODS.items() if not method.loss]
     rows = [
         report.Row.of(shape, 1, name, extra_peak_bytes=2**20 * (1 + len(name) * shape.num_tokens))
-        for name in methods.METHODS
+        for name in names
         for shape in (TINY, TINY.resized(num_tokens=96))
     ]
     plots.plot_sweep("tokens", rows, "title", tmp_path)
     figure = figures["tokens-memory"]
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(methods.METHODS)
+    assert [text.get_text() for text in legend.get_texts()] == names
     box, inside = legend.get_window_extent(), figure.axes[0].get_window_extent()
     assert box.y1 <= inside.y0
     assert inside.height > 0.5 * figure.bbox.height
@@ -345,9 +351,12 @@ def test_efficiency_is_against_one_rank_of_the_same_run() -> None:
     def row(num_ranks: int, method: str, seconds: float, setting: str = "") -> report.Row:
         return report.Row.of(TINY, num_ranks, method, setting, seconds=[seconds])
 
-    rows = [row(1, "flce", 8.0), row(1, "flce", 9.0, "rows=2"), row(4, "flce", 2.5), row(4, "flce-sharded-tokens", 4.0)]
+    rows = [
+        row(1, "flce", 8.0), row(1, "flce", 9.0, "rows=2"), row(4, "flce", 2.5), row(4, "flce-sharded-tokens", 4.0),
+        row(4, "flce-narrow-reduce", 2.0),
+    ]  # fmt: skip
     scaling.set_efficiencies([*rows, row(4, "megatron", 3.0)])
-    assert [entry.efficiency for entry in rows] == [1.0, 1.0, pytest.approx(0.8), pytest.approx(0.5)]
+    assert [entry.efficiency for entry in rows] == [1.0, 1.0, *map(pytest.approx, (0.8, 0.5, 1.0))]
     assert "0.800" in scaling.table(rows)
     alone = [row(1, "flce", 8.0)]
     scaling.set_efficiencies(alone)
@@ -403,13 +412,56 @@ def test_what_this_run_cannot_do_is_refused(
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_reference_is_the_oracle() -> None:
+LOSSES = {name: dict(method.loss) for name, method in methods.METHODS.items() if method.loss}
+
+
+@pytest.mark.parametrize("loss", [{}, *LOSSES.values()], ids=str)
+def test_the_reference_is_the_oracle(loss: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK_BYTES", 20 * 8 * TINY.vocab_size)  # three chunks
     given = problem(ignored=0.3)
-    found = accuracy.reference(given, given.weight)
-    expected = oracle.reference(given.hidden, given.weight, given.target)
+    found = accuracy.reference(given, given.weight, **loss)
+    options = loss | ({"class_weight": workload.make_class_weight(301, CPU)} if "class_weight" in loss else {})
+    expected = oracle.reference(given.hidden, given.weight, given.target, **options)
     compare.assert_close(found.loss, expected.loss, 1e-12, "loss")
     compare.assert_close(found.hidden_grad, expected.hidden_grad, 1e-12, "hidden gradient")
     compare.assert_close(found.weight_grad, expected.weight_grad, 1e-12, "weight gradient")
+
+
+def test_a_method_is_compared_with_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one of this package that works on one rank; and another loss's reference would show."""
+    names = [name for name, method in methods.METHODS.items() if method.chunked and method.single]
+    arguments = ["--shapes", "48,16,301", "--ignored", "0.25", "--methods", ",".join(names)]
+    code, rows = run(tmp_path, *arguments)
+    assert code == 0
+    assert set(names) < set(rows)
+    for name in names:
+        assert len(rows[name]["seconds"]) == 2
+        assert rows[name]["to_floor"] > 0
+        for error in ("loss_error", "hidden_error", "weight_error"):
+            assert rows[name]["errors"][error] < 2e-6, name
+    reference = accuracy.reference
+    monkeypatch.setattr(accuracy, "reference", lambda given, weight, **_: reference(given, weight))
+    _, rows = run(tmp_path, *arguments)
+    assert {name for name in names if rows[name]["errors"]["hidden_error"] > 1e-5} == set(LOSSES)
+
+
+def test_what_the_loss_refuses_is_unavailable(tmp_path: Path) -> None:
+    options = ["--shapes", "48,16,301", "--methods", "flce-entropy,flce-softcap", "--ignored", "0.5", "--skip-ignored"]
+    code, rows = run(tmp_path, *options)
+    assert code == 0
+    assert (rows["flce-entropy"]["status"], rows["flce-softcap"]["status"]) == ("unavailable", "ok")
+    assert "--skip-ignored" in rows["flce-entropy"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("fp16", 1e-5, 1e-3), ("bf16", 1e-4, 1e-2), ("fp32", 1e-8, 1e-6), ("fp64", 0.0, 1e-14)]
+)
+def test_methods_compute_in_the_dtype_that_was_asked_for(tmp_path: Path, dtype: str, least: float, most: float) -> None:
+    names = ["flce", "flce-narrow", "eager"]
+    code, rows = run(tmp_path, "--shapes", "48,16,301", "--dtype", dtype, "--methods", ",".join(names))
+    assert code == 0
+    for name in names:
+        assert least <= rows[name]["errors"]["hidden_error"] <= most, name
 
 
 def test_errors_are_those_that_were_made() -> None:
@@ -426,16 +478,17 @@ def test_errors_are_those_that_were_made() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 20])
-def test_the_floor_multiplies_what_the_loss_multiplies(chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_floor_multiplies_what_the_loss_multiplies(chunk_rows: int | None, dtype: torch.dtype) -> None:
     from tests.kit.trace import Trace
 
-    given = problem()
+    given = problem(dtype=dtype)
     with Trace() as bare:
         floor.gemms(given, chunk_rows, forward_only=False)()
     with Trace() as full:
-        methods.build(methods.METHODS["flce"], given, {"chunk_rows": chunk_rows}, False).run(forward_only=False)
-    assert [e.name for e in bare.matrix_products] == [e.name for e in full.matrix_products]
-    assert [e.shapes for e in bare.matrix_products] == [e.shapes for e in full.matrix_products]
+        methods.build(methods.METHODS["flce-narrow"], given, {"chunk_rows": chunk_rows}, False).run(forward_only=False)
+    assert bare.matrix_products == full.matrix_products
+    assert {kind for product in bare.matrix_products for kind in product.dtypes} == {dtype}
 
 
 def test_the_extra_peak_on_the_cpu_counts_what_is_alive_together() -> None:
@@ -446,7 +499,7 @@ def test_the_extra_peak_on_the_cpu_counts_what_is_alive_together() -> None:
         b, c = torch.zeros(2**17), torch.zeros(2**18)
         del b, c
 
-    peak = measure.extra_peak(step, problem())
+    peak = measure.extra_peak(step, problem().place)
     assert 4 * (2**18 + 2**17) <= peak < 4 * (2**18 + 2**17) * 1.05
 
 
@@ -483,10 +536,11 @@ def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
 
 
 def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
-    first, second = workers.run(2, _measure, "flce,flce-narrow-reduce,flce-sharded-tokens,eager,loss_parallel")
+    ours = ["flce", "flce-narrow-reduce", "flce-sharded-tokens", "flce-none", "flce-entropy", *LOSSES]
+    first, second = workers.run(2, _measure, ",".join([*ours, "eager", "loss_parallel"]))
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
     found = {row["method"]: row for row in first}
-    for name in ("flce", "flce-narrow-reduce", "flce-sharded-tokens"):
+    for name in ours:
         assert found[name]["status"] == "ok", found[name]["reason"]
         assert found[name]["errors"]["hidden_error"] < 1e-5
         assert found[name]["errors"]["weight_error"] < 1e-5
@@ -526,8 +580,8 @@ def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
     options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        variants = bench_fsdp_head.compare(options, CPU)
-    return [(variant.name, len(variant.times)) for variant in variants], said.getvalue()
+        times = bench_fsdp_head.compare(options, CPU)
+    return [(name, len(seconds)) for name, seconds in times.items()], said.getvalue()
 
 
 def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
@@ -536,7 +590,7 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
         assert found == [(name, 2) for name in bench_fsdp_head.VARIANTS]
         assert bool(said) == (said is results[0][1])
     assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
-    assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +-$", results[0][1], flags=re.MULTILINE)
+    assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +\d+$", results[0][1], flags=re.MULTILINE)
 
 
 def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

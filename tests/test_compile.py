@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from flce_dist import VocabParallelHead, linear_cross_entropy
+from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy
+from flce_dist.attach import attach_loss
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, Inputs, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
@@ -173,6 +175,25 @@ def test_second_derivatives_of_a_graph_are_an_error(reduction: str) -> None:
     torch.autograd.grad(compiled(hidden), hidden)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(compiled(hidden), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("kind", ["a head", "an attached loss", "a loss"])
+def test_modules_whose_options_are_numpys(kind: str) -> None:
+    """Arguments that are numpy's are arrays to a graph; those of a module were made Python's with it."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"softcap": np.float32(3), "label_smoothing": np.float64(0.25), "chunk_rows": np.int64(4)}
+    full = make_inputs(Case())
+    module: nn.Module = VocabParallelHead(full.hidden.shape[-1], full.weight.shape[0], **options)
+    arguments = [full.hidden, full.target]
+    if kind == "an attached loss":
+        module = nn.Linear(full.hidden.shape[-1], full.weight.shape[0])
+        attach_loss(module, **options)
+    elif kind == "a loss":
+        module = LinearCrossEntropyLoss(**options)
+        arguments.insert(1, full.weight)
+    with torch.no_grad():
+        compiled = torch.compile(module, fullgraph=True, backend=BACKEND)(*arguments)
+        assert torch.equal(compiled, module(*arguments))
 
 
 def test_evaluation_in_a_graph() -> None:

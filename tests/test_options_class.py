@@ -1,9 +1,12 @@
 """LossOptions: its checks, the TypedDict that mirrors it, and options from a dict."""
 
 import dataclasses
+import json
 import typing
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +101,54 @@ def test_from_dict_names_section_and_key(name: str, value: Any, error: type[Exce
         pytest.skip("a string is a dtype in a dict; test_from_dict_reads_dtypes runs it")
     with pytest.raises(error, match=rf"head\.loss\.{name}"):
         LossOptions.from_dict({name: value}, where="head.loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("label_smoothing", np.float32(0.25), 0.25),
+        ("label_smoothing", np.int64(1), 1.0),
+        ("z_loss", np.float64(1e-4), 1e-4),
+        ("softcap", np.float16(30), 30.0),
+        ("softcap", 30, 30.0),
+        ("logit_scale", Fraction(1, 4), 0.25),
+        ("ignore_index", np.int64(-100), -100),
+        ("chunk_rows", np.uint8(4), 4),
+        ("logits_budget", np.int32(4096), 4096),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_libraries_become_pythons(name: str, value: Any, expected: float) -> None:
+    """What a configuration made with numpy holds is computed with, compared and written to JSON like any other."""
+    options = LossOptions(**{name: value})
+    found = getattr(options, name)
+    assert (found, type(found)) == (expected, type(expected))
+    assert options == LossOptions(**{name: expected})
+    json.dumps(dataclasses.asdict(options))
+    hidden, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
+    loss = flce_dist.linear_cross_entropy(hidden, weight, target, **{name: value})
+    assert torch.equal(loss, flce_dist.linear_cross_entropy(hidden, weight, target, **{name: expected}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("label_smoothing", np.bool_(True), TypeError),
+        ("label_smoothing", np.array(0.1), TypeError),
+        ("softcap", np.float16("inf"), ValueError),
+        ("z_loss", torch.tensor(0.1), TypeError),
+        ("z_loss", 10**400, ValueError),
+        ("ignore_index", np.float64(-100), TypeError),
+        ("chunk_rows", np.int64(0), ValueError),
+        ("chunk_rows", np.bool_(True), TypeError),
+        ("logits_budget", np.float32(4096), TypeError),
+        ("skip_ignored", np.bool_(True), TypeError),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_libraries_are_checked(name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"^{name} must be "):
+        LossOptions(**{name: value})
 
 
 def test_none_with_gradients_in_forward_is_refused() -> None:

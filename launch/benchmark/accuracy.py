@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from .methods import Program
-from .workload import IGNORE_INDEX, Problem
+from .methods import Method, Program
+from .workload import IGNORE_INDEX, Problem, make_class_weight
 
 CHUNK_BYTES = 2**29
 
@@ -23,12 +27,39 @@ class Reference:
     weight_grad: Tensor
 
 
-def reference(problem: Problem, full_weight: Tensor) -> Reference:
-    """In float64 on the CPU, in float32 (float64 for float64 inputs) on a GPU; full weight, chunks of tokens."""
+def reference(
+    problem: Problem,
+    full_weight: Tensor,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_scaling: bool = False,
+    class_weight: bool = False,
+) -> Reference:
+    """In float64 on the CPU, in float32 (float64 for float64 inputs) on a GPU; full weight, chunks of tokens.
+
+    The options are those that a `Method` has for its loss.
+    """
     wide = torch.float32 if problem.device.type == "cuda" and full_weight.dtype != torch.float64 else torch.float64
     hidden, target, weight = problem.hidden.detach(), problem.target, full_weight.detach().to(wide)
+    of_class = make_class_weight(weight.shape[0], weight.device).to(wide) if class_weight else None
     valid = target != IGNORE_INDEX
-    scale = 1.0 / valid.sum().clamp(min=1).to(wide)
+    num_valid = valid.sum().clamp(min=1)
+    divisor = num_valid if of_class is None else of_class[target[valid]].sum()
+
+    def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        losses = F.cross_entropy(
+            logits, target, of_class, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="none"
+        )
+        losses = losses / divisor
+        if z_loss:
+            losses = losses + torch.where(target == IGNORE_INDEX, 0.0, z_loss * logits.logsumexp(-1) ** 2 / num_valid)
+        if token_scaling:
+            losses = losses * F.cross_entropy(logits.detach(), target, reduction="none").neg().exp()
+        return losses.sum()
+
     rows = max(1, CHUNK_BYTES // (wide.itemsize * weight.shape[0]))
     losses, hidden_grad = [], torch.empty(hidden.shape, dtype=wide, device=hidden.device)
     mine = slice(problem.shard.start, problem.shard.start + problem.shard.num_columns)
@@ -36,16 +67,27 @@ def reference(problem: Problem, full_weight: Tensor) -> Reference:
     for start in range(0, hidden.shape[0], rows):
         at = slice(start, start + rows)
         x = hidden[at].to(wide)
-        logits = x @ weight.t()
-        label, here = torch.where(valid[at], target[at], 0)[:, None], valid[at]
-        lse = logits.logsumexp(-1, keepdim=True)
-        losses.append(torch.where(here, (lse - logits.gather(1, label))[:, 0], 0.0).sum())
-        grad = logits.sub_(lse).exp_()
-        grad.scatter_add_(1, label, grad.new_full(label.shape, -1.0))
-        grad.mul_((here * scale)[:, None])
+        logits = (x @ weight.t()).requires_grad_()
+        losses.append(loss_of(logits, target[at]))
+        (grad,) = torch.autograd.grad(losses[-1], logits)
         hidden_grad[at] = grad @ weight
         weight_grad[: problem.shard.num_columns].addmm_(grad[:, mine].t(), x)
-    return Reference(torch.stack(losses).sum() * scale, hidden_grad, weight_grad)
+    return Reference(torch.stack(losses).sum().detach(), hidden_grad, weight_grad)
+
+
+class References:
+    """What methods are compared with: each with its own loss. Only the last one is kept."""
+
+    def __init__(self, problem: Problem, full_weight: Tensor) -> None:
+        self._make = partial(reference, problem, full_weight)
+        self._loss: Mapping[str, Any] | None = None
+        self._made: Reference | None = None
+
+    def of(self, method: Method) -> Reference:
+        if self._made is None or self._loss != method.loss:
+            self._made = None  # its memory
+            self._loss, self._made = method.loss, self._make(**method.loss)
+        return self._made
 
 
 def errors(loss: Tensor, program: Program, expected: Reference, group: dist.ProcessGroup | None) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Time, extra memory and CUDA-graph replay of steps.
 
-All steps of a problem are timed in turn within each round, in an order that rotates from round to round: a card's
-clock drifts with heat, and what is compared must see the same clock. Ratios are taken within a round, and their median
-over the rounds is the result.
+All steps are timed in turn within each round, in an order that rotates from round to round: a card's clock drifts with
+heat, and what is compared must see the same clock. Ratios are taken within a round, and their median over the rounds is
+the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .workload import Problem
+from .workload import Place
 
 Step = Callable[[], object]
 
@@ -27,7 +27,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_rounds(steps: Sequence[Step], problem: Problem, rounds: int, round_seconds: float) -> list[list[float]]:
+def time_rounds(steps: Sequence[Step], place: Place, rounds: int, round_seconds: float) -> list[list[float]]:
     """Seconds of one call, of each step in each round: the slowest rank's.
 
     Each step is called without timing first, then as often as fits `round_seconds` (at least once) between two events.
@@ -36,21 +36,21 @@ def time_rounds(steps: Sequence[Step], problem: Problem, rounds: int, round_seco
     for step in steps:
         for _ in range(WARM_UP_CALLS - 1):
             step()
-        estimate = _slowest([_time_calls(step, 1, problem)], problem)[0]
+        estimate = largest([_time_calls(step, 1, place)], place)[0]
         calls.append(max(1, min(MAX_CALLS, round(round_seconds / max(estimate, 1e-7)))))
     seconds = [[0.0] * rounds for _ in steps]
     for r in range(rounds):
         for k in range(len(steps)):
             i = (k + r) % len(steps)
             steps[i]()
-            seconds[i][r] = _time_calls(steps[i], calls[i], problem)
-    slowest = _slowest([s for row in seconds for s in row], problem)
+            seconds[i][r] = _time_calls(steps[i], calls[i], place)
+    slowest = largest([s for row in seconds for s in row], place)
     return [slowest[i * rounds : (i + 1) * rounds] for i in range(len(steps))]
 
 
-def _time_calls(step: Step, calls: int, problem: Problem) -> float:
-    device = problem.device
-    _align_ranks(problem)
+def _time_calls(step: Step, calls: int, place: Place) -> float:
+    device = place.device
+    _align_ranks(place)
     if device.type == "cuda":
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -65,26 +65,27 @@ def _time_calls(step: Step, calls: int, problem: Problem) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def _align_ranks(problem: Problem) -> None:
+def _align_ranks(place: Place) -> None:
     """So that no rank's time holds another's delay from before."""
-    synchronize(problem.device)
-    if problem.group is not None:
-        dist.all_reduce(torch.zeros(1, device=problem.device), group=problem.group)
-        synchronize(problem.device)
+    synchronize(place.device)
+    if place.group is not None:
+        dist.all_reduce(torch.zeros(1, device=place.device), group=place.group)
+        synchronize(place.device)
 
 
-def _slowest(seconds: list[float], problem: Problem) -> list[float]:
-    if problem.group is None:
-        return seconds
-    values = torch.tensor(seconds, dtype=torch.float64, device=problem.device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=problem.group)
-    return list(values.tolist())
+def largest(values: list[float], place: Place) -> list[float]:
+    """Each value's largest of all ranks."""
+    if place.group is None:
+        return values
+    of_ranks = torch.tensor(values, dtype=torch.float64, device=place.device)
+    dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX, group=place.group)
+    return list(of_ranks.tolist())
 
 
-def extra_peak(step: Step, problem: Problem) -> int:
+def extra_peak(step: Step, place: Place) -> int:
     """Bytes at the peak of one call above those alive before it: the caching allocator's on CUDA, those of torch's
     CPU allocator (temporaries inside of operations included) on CPU. The rank with the most counts."""
-    device = problem.device
+    device = place.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -94,7 +95,7 @@ def extra_peak(step: Step, problem: Problem) -> int:
         peak = torch.cuda.max_memory_allocated(device) - before
     else:
         peak = _cpu_peak(step)
-    return int(_slowest([float(peak)], problem)[0])
+    return int(largest([float(peak)], place)[0])
 
 
 def _cpu_peak(step: Step) -> int:
@@ -111,9 +112,9 @@ def _cpu_peak(step: Step) -> int:
     return peak
 
 
-def captured(step: Step, problem: Problem) -> Step:
+def captured(step: Step, place: Place) -> Step:
     """The step as a CUDA graph, and its replay as a step. The gradients of the captured call stay where they are."""
-    device = problem.device
+    device = place.device
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -122,12 +122,12 @@ def host_times(group: dist.ProcessGroup | None, device: torch.device, dtype: tor
     for num_chunks in (1, 9):
         chunking = {"chunk_rows": -(-TINY.num_tokens // num_chunks)}
         step = _step("flce", problem, chunking)
-        seconds.append(min(measure.time_rounds([step], problem, 5, 0.01)[0]))
+        seconds.append(min(measure.time_rounds([step], problem.place, 5, 0.01)[0]))
     found = {"call": seconds[0], "chunk": max(0.0, seconds[1] - seconds[0]) / 8}
     if device.type == "cuda":
         alone = _problem(TINY, None, dtype, device)
-        graph = measure.captured(_step("flce", alone, {}), alone)
-        found["small_kernels"] = min(measure.time_rounds([graph], alone, 5, 0.01)[0])
+        graph = measure.captured(_step("flce", alone, {}), alone.place)
+        found["small_kernels"] = min(measure.time_rounds([graph], alone.place, 5, 0.01)[0])
     return found
 
 
@@ -148,8 +148,8 @@ def steps(
             programs.append(_step("flce", problem, {"reduce_hidden_grad": False}))
             names.append("flce, hidden gradient not reduced")
         times = measure.time_rounds(
-            [floor.gemms(problem, None, False), floor.gemms(problem, rows, False), *programs], problem, effort.rounds,
-            effort.round_seconds,
+            [floor.gemms(problem, None, False), floor.gemms(problem, rows, False), *programs], problem.place,
+            effort.rounds, effort.round_seconds,
         )  # fmt: skip
         for name, seconds in zip(names, times[2:], strict=True):
             found.append(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flce_dist
 
-from .workload import IGNORE_INDEX, Problem
+from .workload import IGNORE_INDEX, Problem, make_class_weight
 
 
 class Unavailable(Exception):
@@ -60,15 +60,20 @@ class Method:
         build: makes it ready, given the options; raises `Unavailable` when it is not installed.
         sharded: works on a vocabulary that is sharded over ranks.
         single: works on one rank.
+        on_one_rank: name of the method that does there what this one does on several, if it is not `single`.
         chunked: takes the benchmark's chunk rows and budgets, and can be captured: this package.
+        options: of how it computes.
+        loss: of what it computes, where that is not plain cross entropy; `accuracy.reference` takes them too.
     """
 
     name: str
     build: Callable[..., Program]
     sharded: bool = False
     single: bool = True
+    on_one_rank: str = ""
     chunked: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    loss: Mapping[str, Any] = field(default_factory=dict)
 
     def logits_itemsize(self, dtype: torch.dtype) -> int:
         """Bytes of a logit for inputs of a dtype."""
@@ -86,7 +91,7 @@ def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignor
         raise Unavailable("works on several ranks only (start with torchrun)")
     try:
         if method.chunked:
-            return method.build(problem, **method.options, **chunking, skip_ignored=skip_ignored)
+            return method.build(problem, **method.options, **method.loss, **chunking, skip_ignored=skip_ignored)
         return method.build(problem, **method.options)
     except ImportError as error:
         raise Unavailable(f"not installed: {error}") from error
@@ -95,23 +100,36 @@ def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignor
 INPUT_DTYPE = "that of the inputs"
 
 
-def _flce(problem: Problem, sharded_tokens: bool = False, **options: Any) -> Program:
+def _flce(problem: Problem, sharded_tokens: bool = False, class_weight: bool = False, **options: Any) -> Program:
     hidden, target, tokens = problem.hidden, problem.target, slice(None)
     options = {name: hidden.dtype if value == INPUT_DTYPE else value for name, value in options.items()}
     keywords: dict[str, Any] = {}
     if problem.group is not None:
         keywords = {"group": problem.group, "vocab_size": problem.shape.vocab_size}
+    if options.get("aux") and options.get("skip_ignored"):
+        raise Unavailable("values of ignored tokens are not computed with --skip-ignored")
+    if class_weight:
+        keywords["class_weight"] = make_class_weight(problem.shape.vocab_size, problem.device)
     if sharded_tokens:
         rank, per_rank = dist.get_rank(problem.group), -(-problem.shape.num_tokens // problem.num_ranks)
         tokens = slice(rank * per_rank, min((rank + 1) * per_rank, problem.shape.num_tokens))
         hidden, target = hidden.detach()[tokens].clone().requires_grad_(), target[tokens]
         keywords.update(hidden_layout="sharded", max_tokens=per_rank)
-    loss = partial(flce_dist.linear_cross_entropy, hidden, problem.weight, target, **keywords, **options)
-    return Program(loss, hidden, problem.weight, tokens)  # type: ignore[arg-type]
+
+    def loss() -> Tensor:
+        output = flce_dist.linear_cross_entropy(hidden, problem.weight, target, **keywords, **options)
+        losses = output.loss if isinstance(output, flce_dist.LossOutput) else output
+        return _mean_over_valid(losses, target) if losses.dim() else losses
+
+    return Program(loss, hidden, problem.weight, tokens)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _eager_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), target, ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(_at_least_float32(F.linear(hidden, weight)), target, ignore_index=IGNORE_INDEX)
 
 
 def _eager(problem: Problem) -> Program:
@@ -235,7 +253,7 @@ def _loss_parallel(problem: Problem) -> Program:
     def loss() -> Tensor:
         hidden = DTensor.from_local(problem.hidden, mesh, [Replicate()], run_check=False)
         weight = DTensor.from_local(problem.weight, mesh, [Shard(0)], run_check=False)
-        logits = F.linear(hidden, weight).float()
+        logits = _at_least_float32(F.linear(hidden, weight))
         result = F.cross_entropy(logits, problem.target, ignore_index=IGNORE_INDEX)
         return result.to_local() if isinstance(result, DTensor) else result
 
@@ -245,8 +263,9 @@ def _loss_parallel(problem: Problem) -> Program:
 FP32 = torch.float32
 
 
-def _flce_method(name: str, sharded: bool = True, single: bool = True, **options: Any) -> Method:
-    return Method(name, _flce, sharded=sharded, single=single, chunked=True, options=options)
+def _flce_method(name: str, on_one_rank: str = "", loss: Mapping[str, Any] | None = None, **options: Any) -> Method:
+    single = not on_one_rank
+    return Method(name, _flce, True, single, on_one_rank, chunked=True, options=options, loss=loss or {})
 
 
 METHODS = {
@@ -256,13 +275,25 @@ METHODS = {
         _flce_method("flce-narrow", accum_dtype=INPUT_DTYPE, hidden_grad_reduce_dtype=INPUT_DTYPE),
         _flce_method("flce-fp32-accum", accum_dtype=FP32),
         _flce_method("flce-fp32-logits", logits_dtype=FP32),
-        _flce_method("flce-narrow-reduce", single=False, hidden_grad_reduce_dtype=INPUT_DTYPE),
+        _flce_method("flce-narrow-reduce", on_one_rank="flce", hidden_grad_reduce_dtype=INPUT_DTYPE),
         _flce_method(
-            "flce-fp32-logits-narrow-reduce", single=False, logits_dtype=FP32, hidden_grad_reduce_dtype=INPUT_DTYPE
+            "flce-fp32-logits-narrow-reduce",
+            on_one_rank="flce-fp32-logits",
+            logits_dtype=FP32,
+            hidden_grad_reduce_dtype=INPUT_DTYPE,
         ),
         _flce_method("flce-recompute", backward="recompute"),
         _flce_method("flce-torch-rows", backend="torch"),
-        _flce_method("flce-sharded-tokens", single=False, sharded_tokens=True),
+        _flce_method("flce-sharded-tokens", on_one_rank="flce", sharded_tokens=True),
+        _flce_method("flce-none", reduction="none"),
+        _flce_method("flce-entropy", aux=("entropy",)),
+        _flce_method("flce-predictions", aux=("predictions",)),
+        _flce_method("flce-softcap", loss={"softcap": 30.0}),
+        _flce_method("flce-smoothing", loss={"label_smoothing": 0.1}),
+        _flce_method("flce-z-loss", loss={"z_loss": 1e-4}),
+        _flce_method("flce-token-scaling", loss={"token_scaling": True}),
+        _flce_method("flce-class-weight", loss={"class_weight": True}),
+        _flce_method("flce-smoothing-class-weight", loss={"label_smoothing": 0.1, "class_weight": True}),
         Method("eager", _eager),
         Method("compile", _compile),
         Method("torch", _torch),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .methods import METHODS
 from .report import Row
 
-ONE_RANK = {"flce-sharded-tokens": "flce"}
-"""What stands for a method on one rank, where it is another name for the same."""
+ONE_RANK = {method.name: method.on_one_rank for method in METHODS.values() if method.on_one_rank}
 
 
 def set_efficiencies(rows: Sequence[Row]) -> None:

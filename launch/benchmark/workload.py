@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,13 @@ def parse_shape(text: str) -> Shape:
     raise ValueError(f"shape {text!r} is neither one of {', '.join(SHAPES)} nor N,H,V")
 
 
+class Place(NamedTuple):
+    """Where a step runs: this process's device, and the group of the ranks that run it together; None for one."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+
 @dataclass
 class Problem:
     """Inputs of one rank: `hidden [N, H]` and `target [N]` are the same on all ranks, `weight [L, H]` is its shard.
@@ -81,6 +89,10 @@ class Problem:
     @property
     def device(self) -> torch.device:
         return self.hidden.device
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.group)
 
     @property
     def num_ranks(self) -> int:
@@ -163,3 +175,8 @@ def make_problem(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], group: dis
     shard = VocabShard.even(shape.vocab_size, rank, num_ranks)
     local = weight if num_ranks == 1 else weight[shard.start : shard.stop].clone()
     return Problem(shape, hidden.requires_grad_(), local.requires_grad_(), target, shard, group)
+
+
+def make_class_weight(vocab_size: int, device: torch.device) -> Tensor:
+    """`[V]` float32 in [0.5, 1.5), the same whenever it is made."""
+    return 0.5 + torch.rand(vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
