@@ -89,8 +89,8 @@ def linear_cross_entropy(
         TypeError, ValueError: on all ranks of the group, when the call is checked (`LossOptions.check_ranks`).
         IndexError: on all ranks, a target is outside `[0, vocab_size)` and not `ignore_index`, on CPU. On a GPU it is a
             device-side assertion.
-        NotImplementedError: under a `torch.func` transform, or a tensor carries a tangent of forward-mode
-            differentiation.
+        NotImplementedError: under a `torch.func` transform or `torch.jit.trace`, or a tensor carries a tangent of
+            forward-mode differentiation.
     """
     given = Given(
         hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,

@@ -1,5 +1,5 @@
-"""The arguments of a call as the loop wants them: DTensors unpacked, autocast applied, token dimensions flattened, the
-shard's place found, everything checked on this rank."""
+"""The arguments of a call as the loop wants them: token dimensions flattened, the shard's place found, everything
+checked on this rank, and what follows from all but the tensors' contents remembered."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from . import checks, collectives
+from . import agreement, checks, collectives
 from .backend import row_kernels
 from .kernels.spec import RowSpec
-from .options import LossOptions, LossOptionsDict, is_finite, options_of, recomputes
+from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float
 from .shard import VocabShard, partition_error
+from .unpack import autocast, local_tensors
 
 AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
 PER_TOKEN_AUX = ("lse", "predictions", "entropy")
@@ -79,25 +80,13 @@ class Arguments(NamedTuple):
     setting: Setting
 
 
-def sharding_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group, or None when it has one rank: then nothing is sharded.
-
-    Raises:
-        ValueError: this rank is not in it.
-    """
-    num_ranks = collectives.world_size(group)
-    if num_ranks < 1:
-        raise ValueError("this rank is not in the group that was passed")
-    return group if num_ranks > 1 else None
-
-
 def resolve(given: Given) -> Arguments:
     """
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     given = autocast(local_tensors(given))
-    group = sharding_group(given.group)
+    group = collectives.sharding_group(given.group)
     setting = _known_setting(given, group)
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_not_freed(weight)
@@ -202,7 +191,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
 
 def checked_arguments(
     given: Given, compiled_needs: Sequence[bool] | None = None
-) -> tuple[Arguments, checks.Agreed | None]:
+) -> tuple[Arguments, agreement.Agreed | None]:
     """`resolve` on all ranks of the group together. Inside a compiled graph's operator tensors no longer know whether
     they require grad: `compiled_needs` says so of hidden, weight and bias.
 
@@ -210,7 +199,7 @@ def checked_arguments(
         The arguments, and what the ranks told each other.
 
     Raises:
-        TypeError, ValueError: on all ranks when the call is checked (`checks.agree`, whose collectives these are).
+        TypeError, ValueError: on all ranks when the call is checked (`agreement.agree`, whose collectives these are).
         NotImplementedError: likewise (`checks.check_plain_autograd`).
     """
     args, error = None, None
@@ -220,7 +209,7 @@ def checked_arguments(
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught
-    group = sharding_group(given.group)
+    group = collectives.sharding_group(given.group)
     if group is None:
         if error is not None:
             raise error
@@ -228,7 +217,7 @@ def checked_arguments(
     # A rank whose tensors are elsewhere than the others' may be alone with that.
     on_host = all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor))
     with torch._C._DisableFuncTorch():  # a rank under a torch.func transform has to tell the others
-        agreed = checks.agree(
+        agreed = agreement.agree(
             group,
             str(given.options.get("check_ranks", "auto")),
             on_host,
@@ -254,7 +243,7 @@ def _present(args: Arguments | None) -> Arguments:
     return args
 
 
-def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> checks.Summary:
+def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> agreement.Summary:
     """What the ranks of the group compare; reads the device."""
     setting = args.setting
     replicated = setting.hidden_layout == "replicated"
@@ -285,14 +274,14 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
     same = {"class_weight": args.class_weight}
     if replicated:
         equal["the number of tokens"] = args.hidden.shape[0]
-        equal["the targets (compared by checksum)"] = checks.checksum(args.target)
+        equal["the targets (compared by checksum)"] = agreement.checksum(args.target)
         same |= {"hidden": args.hidden, "token_weight": args.token_weight}
-    sketches = {name: checks.sketch(tensor) for name, tensor in same.items() if tensor is not None}
-    return checks.Summary(setting.shard, any(needs), equal, sketches)
+    sketches = {name: agreement.sketch(tensor) for name, tensor in same.items() if tensor is not None}
+    return agreement.Summary(setting.shard, any(needs), equal, sketches)
 
 
 def _check_call(given: Given, options: LossOptions) -> None:
-    layout, max_tokens, scale = given.hidden_layout, given.max_tokens, given.hidden_grad_scale
+    layout, max_tokens = given.hidden_layout, given.max_tokens
     if layout not in ("replicated", "sharded"):
         raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {layout!r}')
     if layout == "replicated" and max_tokens is not None:
@@ -306,10 +295,7 @@ def _check_call(given: Given, options: LossOptions) -> None:
         raise TypeError(f"reduce_hidden_grad must be true or false, got {given.reduce_hidden_grad!r}")
     if given.normalizer is not None and options.reduction != "mean":
         raise ValueError(f'normalizer replaces the divisors of reduction="mean", got reduction={options.reduction!r}')
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"hidden_grad_scale must be a number, got {scale!r}")
-    if not is_finite(scale):
-        raise ValueError(f"hidden_grad_scale must be finite in float32, got {scale}")
+    to_float("hidden_grad_scale", given.hidden_grad_scale)
     if isinstance(given.aux, str) or not isinstance(given.aux, Sequence):
         raise TypeError(f"aux must be a sequence of names, got {given.aux!r}")
     for name in given.aux:
@@ -345,89 +331,3 @@ def _place(
         if wrong is not None:
             raise ValueError(f"without a group the weight must hold the whole vocabulary: {wrong}")
     return shard
-
-
-def local_tensors(given: Given) -> Given:
-    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`.
-
-    Raises:
-        TypeError, ValueError: a DTensor with placements or a mesh that do not fit.
-    """
-    if isinstance(given.weight, DTensor):
-        given = _local_weight(given, given.weight)
-    elif isinstance(given.bias, DTensor):
-        raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
-    hidden, target, token_weight = given.hidden, given.target, given.token_weight
-    if not any(isinstance(tensor, DTensor) for tensor in (hidden, target, token_weight)):
-        return given
-    return given._replace(
-        hidden=_local_tokens(hidden, given),
-        target=_local_tokens(target, given),
-        token_weight=None if token_weight is None else _local_tokens(token_weight, given),
-    )
-
-
-def _local_weight(given: Given, weight: DTensor) -> Given:
-    mesh, bias, group = weight.device_mesh, given.bias, sharding_group(given.group)
-    where = f"a DTensor on mesh {mesh} with placements {weight.placements}"
-    if mesh.ndim != 1 or weight.placements != (Shard(0),):
-        raise ValueError(
-            f"weight must be a plain tensor or a DTensor Shard(0) on the 1-D mesh of the group, got {where}: FSDP2's "
-            "sharded parameter is seen outside of the module that owns it; compute the loss in that module's forward"
-        )
-    if given.vocab_shard is not None:
-        raise ValueError("vocab_shard is for a plain weight: a DTensor knows its place")
-    if group is None and mesh.size() > 1:
-        raise ValueError(
-            f"weight is {where}, but group=None means that the vocabulary is not sharded: for a tensor-parallel mesh "
-            "pass group=weight.device_mesh.get_group(); for FSDP2's sharded parameter compute the loss in the forward "
-            "of the module that owns it"
-        )
-    if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(mesh.get_group()):
-        raise ValueError(
-            f"weight is {where}, which is not that of ranks {dist.get_process_group_ranks(group)}, the group"
-        )
-    if bias is not None:
-        if not isinstance(bias, DTensor) or bias.placements != (Shard(0),) or bias.device_mesh != mesh:
-            raise TypeError("bias must be a DTensor sharded like weight")
-        bias = bias.to_local()
-    rows = weight.shape[0]
-    size = rows if given.vocab_size is None else given.vocab_size
-    shard = VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
-    return given._replace(weight=weight.to_local(), bias=bias, vocab_size=None, vocab_shard=shard)
-
-
-def _local_tokens(tensor: Tensor, given: Given) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device_mesh.ndim == 1:
-        placement = tensor.placements[0]
-        if given.hidden_layout == "replicated" and placement == Replicate():
-            return tensor.to_local(grad_placements=[Replicate() if given.reduce_hidden_grad else Partial()])
-        if given.hidden_layout == "sharded" and isinstance(placement, Shard) and placement.dim == 0:
-            return tensor.to_local()
-    raise ValueError(
-        f'hidden_layout="{given.hidden_layout}" takes plain tensors or DTensors on a 1-D mesh, Replicate() for '
-        f'"replicated" and Shard(0) for "sharded"; got placements {tensor.placements} on {tensor.device_mesh}'
-    )
-
-
-def under_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device; torch knows none for "meta"."""
-    # Not `is_autocast_available`, on which torch 2.11 breaks a graph that is being traced.
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def autocast(given: Given) -> Given:
-    """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
-    if not isinstance(given.hidden, Tensor) or not under_autocast(given.hidden.device):
-        return given
-    if not isinstance(given.weight, Tensor):
-        return given
-    dtype = torch.get_autocast_dtype(given.hidden.device.type)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    bias = None if given.bias is None else cast(given.bias)
-    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=bias)

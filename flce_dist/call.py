@@ -7,15 +7,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import collectives, row_math
-from .arguments import Arguments, under_autocast
-from .checks import Agreed
+from .agreement import Agreed
+from .arguments import Arguments
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
 from .plan import chunk_rows
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
+from .unpack import under_autocast
 
 
 class Prepared(NamedTuple):
@@ -98,7 +100,7 @@ def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Ten
     """
     vocab_size, ignore_index = args.setting.shard.vocab_size, args.setting.options.ignore_index
     expected = f"outside [0, {vocab_size}) and not ignore_index={ignore_index}"
-    if owned.device.type != "cpu":
+    if owned.device.type != "cpu" or isinstance(owned, FakeTensor):
         torch._assert_async(owned, f"flce_dist: a target is {expected}")
     elif not owned:
         inputs, tokens = prepared.call.inputs, prepared.call.tokens

@@ -21,6 +21,18 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def sharding_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None when it has one rank: then nothing is sharded.
+
+    Raises:
+        ValueError: this rank is not in it.
+    """
+    num_ranks = world_size(group)
+    if num_ranks < 1:
+        raise ValueError("this rank is not in the group that was passed")
+    return group if num_ranks > 1 else None
+
+
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`[...]` of each rank to `[W, ...]` on all ranks."""
     out = tensor.new_empty(world_size(group), *tensor.shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from .arguments import PER_TOKEN_AUX, Arguments, Given, autocast, checked_arguments, local_tensors
+from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
 from .checks import check_normalizer
 from .gemm import accumulation_dtype
@@ -25,6 +25,7 @@ from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_first_derivative, compute, recompute
 from .options import LossOptions, recomputes
 from .shard import VocabShard
+from .unpack import autocast, local_tensors
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
 _INTEGER_AUX = ("predictions", "num_valid")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from flce_dist.checks import _close, sketch
+from flce_dist.agreement import _close, sketch
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import N, V, arguments, assert_all_raise
 

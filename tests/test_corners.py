@@ -1,11 +1,14 @@
 """Values at the edge: -inf and nan logits, weights of 0, scales of 0 and below, one-word vocabularies."""
 
+import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare, oracle
@@ -345,3 +348,21 @@ def test_the_meta_device_gives_shapes_and_dtypes(reduction: str, options: dict[s
     assert (output.lse.shape, output.num_valid.dtype) == ((2, 3), torch.int64)
     for leaf in (hidden, weight, *([bias] if "bias" in options else [])):
         assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"logits_dtype": torch.float32}], ids=str)
+def test_fake_tensors_give_shapes_and_the_memory_of_a_step(options: dict[str, Any]) -> None:
+    """What a framework plans memory with: chunk buffers and gradients count as in a step that is computed."""
+
+    def peak(mode: contextlib.AbstractContextManager[Any]) -> int:
+        with mode, MemTracker() as tracker:
+            hidden, weight = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (64, 301))
+            target = torch.randint(301, (64,))
+            output = linear_cross_entropy(hidden, weight, target, chunk_rows=16, aux=("lse", "accuracy"), **options)
+            output.loss.sum().backward()
+            assert output.loss.shape == (target.shape if "reduction" in options else ())
+            for leaf in (hidden, weight):
+                assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype)
+        return sum(tracker.get_tracker_snapshot("peak")[torch.device("cpu")].values())
+
+    assert peak(FakeTensorMode()) == peak(contextlib.nullcontext()) > 0

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..arguments import sharding_group
 from ..attach import attach_loss
+from ..collectives import sharding_group
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict, options_of
 from ..shard import VocabShard
