@@ -15,7 +15,7 @@ from .arguments import Arguments
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
-from .plan import chunk_rows
+from .plan import chunk_rows, prefers_few_chunks
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 from .unpack import under_autocast
 
@@ -38,7 +38,7 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
         kept = (target != options.ignore_index).nonzero()[:, 0]
         hidden, target = hidden.index_select(0, kept), target[kept]
         token_weight = None if token_weight is None else token_weight[kept]
-    tokens = _token_layout(args, hidden, None if agreed is None else agreed.most_columns)
+    tokens = _token_layout(args, hidden, needs, None if agreed is None else agreed.most_columns)
     dtype = stats_dtype(hidden.dtype)
 
     def row_inputs() -> RowInputs:
@@ -72,24 +72,28 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
     return Prepared(call, hidden, kept)
 
 
-def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
+def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: int | None) -> TokenLayout:
     """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
-    setting, group = args.setting, args.group
+    setting, group, num_ranks = args.setting, args.group, collectives.world_size(args.group)
     options = setting.options
     if most_columns is None:
-        most_columns = -(-setting.shard.vocab_size // collectives.world_size(group))
+        most_columns = -(-setting.shard.vocab_size // num_ranks)
     num_tokens, hidden_size = hidden.shape
     itemsize = (options.logits_dtype or hidden.dtype).itemsize
+    few = prefers_few_chunks(options.accum_dtype, args.weight.dtype, num_ranks, needs.weight)
 
     def rows_of(tokens: int) -> int:
-        return chunk_rows(tokens, most_columns, hidden_size, itemsize, options.budget_bytes, options.chunk_rows)
+        return chunk_rows(tokens, most_columns, hidden_size, itemsize, options.budget_bytes, options.chunk_rows, few)
 
     if group is None or setting.hidden_layout == "replicated":
         return ReplicatedTokens(num_tokens, rows_of(num_tokens), group)
-    max_tokens, num_ranks = setting.max_tokens, collectives.world_size(group)
+    max_tokens = setting.max_tokens
     if max_tokens is None or options.skip_ignored:
         max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
-    return ShardedTokens(num_tokens, max_tokens, max(1, rows_of(max_tokens * num_ranks) // num_ranks), group)
+    rows = rows_of(max_tokens * num_ranks)
+    if options.budget_bytes is None and options.chunk_rows is None:
+        rows += -rows % num_ranks  # rounded down, a few rows would be left for one chunk more
+    return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
 
 
 def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:

@@ -205,7 +205,7 @@ def _(
 
 def _gradient_dtypes(hidden: Tensor, weight: Tensor, options: LossOptions) -> tuple[torch.dtype, ...]:
     """Of the gradients as the operator returns them, which may not depend on the number of chunks."""
-    accumulated = accumulation_dtype(options.accum_dtype, weight.dtype, weight.numel(), num_chunks=1)
+    accumulated = accumulation_dtype(options.accum_dtype, weight.dtype, num_chunks=1)
     return hidden.dtype, accumulated, torch.promote_types(weight.dtype, torch.float32)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import first_part, span
+from .plan import MAX_NARROW_CHUNKS, first_part, span
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -76,29 +76,15 @@ def hidden_grad_into(
         addmm_into(out, grad_logits, weight)
 
 
-SMALL_ACCUMULATOR_BYTES = 512 * 2**20
-"""A float32 accumulator that costs little: no more than the default chunk of logits."""
+def accumulation_dtype(explicit: torch.dtype | None, weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
+    """The dtype of a weight gradient while it is accumulated.
 
-MAX_NARROW_CHUNKS = 2
-MAX_NARROW_CHUNKS_OF_LARGE = 4
-"""Chunks up to which a bfloat16 weight gradient is accumulated in bfloat16, and those of one whose float32 accumulator
-would not be small. Each chunk rounds the sum once more, and vendors' GEMMs round the product before they add it: on
-random data the error is 1.4 times that of one rounding after 2 chunks, 1.8 times after 4, 2.3 times after 8."""
-
-
-def accumulation_dtype(
-    explicit: torch.dtype | None, weight_dtype: torch.dtype, num_elements: int, num_chunks: int
-) -> torch.dtype:
-    """The dtype of a weight gradient of `num_elements` while it is accumulated.
-
-    Unless the user has chosen: the weight's, but float32 for bfloat16 over many chunks, and for float16, in which a sum
-    over many tokens may overflow where the scaled gradient would not.
+    Unless the user has chosen: the weight's, but float32 for bfloat16 over more than `MAX_NARROW_CHUNKS` chunks, and
+    for float16, in which a sum over many tokens may overflow where the scaled gradient would not.
     """
     if explicit is not None:
         return explicit
-    is_small = num_elements * torch.float32.itemsize <= SMALL_ACCUMULATOR_BYTES
-    most = MAX_NARROW_CHUNKS if is_small else MAX_NARROW_CHUNKS_OF_LARGE
-    if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and num_chunks > most):
+    if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and num_chunks > MAX_NARROW_CHUNKS):
         return torch.float32
     return weight_dtype
 

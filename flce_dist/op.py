@@ -82,7 +82,7 @@ class Call:
         return self.tokens.hidden_gradient(hidden, reduce_dtype, self.reduce_hidden_grad)
 
     def weight_gradient(self, weight: Tensor, needs: Needs) -> WeightGradient:
-        dtype = accumulation_dtype(self.options.accum_dtype, weight.dtype, weight.numel(), len(self.tokens.chunks))
+        dtype = accumulation_dtype(self.options.accum_dtype, weight.dtype, len(self.tokens.chunks))
         return WeightGradient(weight, self.shard.num_columns, dtype, needs.weight, needs.bias)
 
 

@@ -53,12 +53,13 @@ class LossOptions:
         softcap: `softcap * tanh(logits / softcap)` instead of the logits.
         logit_scale: factor on the logits (bias included), before softcap.
         accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's, but float32 for
-            float16 weights and for bfloat16 ones over many chunks (`gemm.accumulation_dtype`).
+            float16 weights and for bfloat16 ones over more than 2 chunks (`gemm.accumulation_dtype`).
         logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
         hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: float32, and float64
             for float64.
         logits_budget: bytes of one chunk of logits on the largest shard, an int or a string like "512MiB"; None: 512
-            MiB, or more where a large vocabulary needs it for 2048 rows (`plan.default_budget`).
+            MiB, more where a large vocabulary needs it for 2048 rows (`plan.default_budget`), and 2 chunks where they
+            take no more memory than a float32 sum of a bfloat16 weight gradient (`plan.chunk_rows`).
         chunk_rows: rows of a chunk; wins over the budget.
         skip_ignored: drop ignored tokens before the first GEMM. Costs one host synchronisation to count them.
         backward: "forward" makes gradients in forward, where the logits are alive (3 GEMMs; "mean" and "sum");

@@ -26,7 +26,9 @@ from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
 from benchmark.ranks import Ranks
 from benchmark.workload import Problem, Shape
+from flce_dist import plan
 from tests.kit import compare, oracle
+from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
 QUICK = ["--device", "cpu", "--rounds", "2", "--round-seconds", "0.001"]
@@ -135,6 +137,24 @@ def test_what_is_measured_follows_from_a_methods_options(monkeypatch: pytest.Mon
     graphs = [entry.row.method for entry in bench._graphs(entries, problem())]
     floors = [f"{entry.row.method} (graph)" for entry in entries if entry.is_floor]
     assert graphs == [*floors, "flce (graph)", "wide (graph)"]
+
+
+@pytest.mark.parametrize(("more", "expected"), [([], [128, 32, 32]), (["--forward-only"], [32, 32, 32])], ids=str)
+def test_rows_of_the_default_budget_are_those_of_the_loop(
+    more: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 rows, but two chunks where they spare a float32 accumulator."""
+    monkeypatch.setattr(plan, "default_budget", lambda *_: 32 * 256 * 2)
+    args = parse_arguments([*QUICK, *more, "--methods", "flce,flce-narrow,flce-fp32-accum"])
+    entries = bench.prepare(args, problem(Shape("many", 256, 64, 256), torch.bfloat16), [])
+    ours = [entry for entry in entries if entry.method is not None]
+    assert [entry.row.chunk_rows for entry in ours] == expected
+    for entry in ours:
+        assert entry.step is not None
+        with Trace() as trace:
+            entry.step()
+        shapes = [event.shapes for event in trace.matrix_products]
+        assert {left[0] for left, right, *_ in shapes if right == (64, 256)} == {entry.row.chunk_rows}
 
 
 def test_methods_are_different() -> None:

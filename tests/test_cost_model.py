@@ -1,5 +1,6 @@
 """The cost model: it issues what the loop issues, its arithmetic is what it says, and its measurement runs."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -172,6 +173,20 @@ def test_chunks_are_those_of_the_loop() -> None:
     assert (work.rows, work.num_chunks) == (4096, 2)
     work = LocalWork.planned(8192, 4096, 128256, 2, 1, rows=3000)
     assert [chunk.rows for chunk in work.chunks()] == [3000, 3000, 2192]
+    assert {chunk.accumulator_itemsize for chunk in work.chunks()} == {4}
+    work = LocalWork.planned(8192, 4096, 128256, 2, 1)
+    assert (work.rows, work.accumulator_itemsize) == (4096, 2)
+    work = LocalWork.planned(255, 4096, 1000, 2, 3, rows=128, sharded_tokens=True)
+    assert (work.rows, work.num_chunks, work.accumulator_itemsize) == (126, 3, 4)
+    work = LocalWork.planned(254, 4096, 1000, 2, 3, sharded_tokens=True)
+    assert (work.num_tokens, work.rows) == (255, 255)
+
+
+def test_a_measured_step_is_predicted_with_the_chunks_that_it_had() -> None:
+    work = LocalWork(40, 16, 301, 1, 2, rows=10, accumulator_itemsize=2)
+    step = {"method": "flce", "work": dataclasses.asdict(work), "seconds": 100.0}
+    (check,) = prediction.check_steps(constant_costs(), {"steps": [step]})
+    assert check["predicted"] == pytest.approx(4 * (3 * 10 + 1)), "four chunks, and no accumulator to narrow"
 
 
 def measured(ranks: Ranks) -> dict[str, Any]:

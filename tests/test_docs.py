@@ -16,7 +16,7 @@ import pytest
 
 from flce_dist import LossOptions, LossOutput, linear_cross_entropy
 from flce_dist.arguments import MAX_EXACT_ID
-from flce_dist.gemm import MAX_NARROW_CHUNKS, MAX_NARROW_CHUNKS_OF_LARGE, SMALL_ACCUMULATOR_BYTES
+from flce_dist.plan import MAX_NARROW_CHUNKS, default_budget
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -141,11 +141,10 @@ def test_the_readme_lists_all_options_and_no_others() -> None:
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     options, design = ((ROOT / "docs" / name).read_text() for name in ("options.md", "design.md"))
-    assert f"bfloat16 over more than {MAX_NARROW_CHUNKS} chunks, or {MAX_NARROW_CHUNKS_OF_LARGE} where" in options
+    assert f"bfloat16 over more than {MAX_NARROW_CHUNKS} chunks" in options
     assert f"up to {MAX_NARROW_CHUNKS} chunks of bfloat16" in design
-    assert f"Up to {MAX_NARROW_CHUNKS_OF_LARGE} chunks" in design
     for text in (options, design):
-        assert f"more than {SMALL_ACCUMULATOR_BYTES // 2**20} MiB" in text
+        assert f"{default_budget(0, 0) // 2**20} MiB" in text
     assert MAX_EXACT_ID == 2**24
     assert "V > 2^24" in options
 

@@ -2,13 +2,17 @@
 
 import inspect
 import itertools
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from flce_dist import plan
-from flce_dist.gemm import WeightGradient
+from flce_dist import linear_cross_entropy, plan
+from flce_dist.gemm import WeightGradient, accumulation_dtype
 from tests.kit import compare
+from tests.kit.trace import Trace
+from tests.kit.workers import Context, Pool
 
 TOKENS = [0, 1, 7, 127, 128, 129, 1000, 8192, 10**6]
 COLUMNS = [0, 1, 16032, 50257, 128256, 262144]
@@ -76,6 +80,13 @@ def test_free_memory_is_no_input() -> None:
         "itemsize",
         "budget_bytes",
         "explicit",
+        "prefer_few",
+    ]
+    assert list(inspect.signature(plan.prefers_few_chunks).parameters) == [
+        "accum_dtype",
+        "weight_dtype",
+        "num_ranks",
+        "needs_weight",
     ]
 
 
@@ -106,6 +117,115 @@ def test_chunks_are_equal() -> None:
 def test_the_default_budget(tokens: int, columns: int, hidden_size: int, itemsize: int, rows: int) -> None:
     """Large vocabularies get 2048 rows, unless that takes more than the weight's gradient."""
     assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None) == rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "hidden_size", "itemsize", "rows"),
+    [
+        (8192, 128256, 4096, 2, 4096),
+        (8192, 128256, 4096, 4, 4096),
+        (16384, 131072, 4096, 2, 8192),  # 3 GiB either way
+        (16640, 131072, 4096, 2, 1920),  # 8320 rows would take 3.03 GiB
+        (8192, 256000, 2304, 2, 4096),
+        (8192, 256000, 768, 2, 1024),  # 4096 rows would take five times as much as the gradient
+        (1000, 10**6, 4096, 2, 1000),  # one chunk
+        (3000, 200000, 4096, 2, 1536),  # two already
+        (200, 3 * 10**6, 70, 2, 128),  # 89 rows otherwise
+    ],
+)
+def test_the_default_budget_grows_to_two_chunks(
+    tokens: int, columns: int, hidden_size: int, itemsize: int, rows: int
+) -> None:
+    assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, prefer_few=True) == rows
+
+
+def test_few_chunks_take_no_more_memory_than_a_float32_accumulator() -> None:
+    """The weight's gradient and the logits of two chunks, or a gradient twice as large with, beside it, first the
+    logits and then the copy in bfloat16. One or two chunks are left as they are."""
+    for tokens, columns, itemsize, hidden_size in itertools.product(TOKENS, COLUMNS, (2, 4), (64, 768, 4096)):
+        many = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None)
+        few = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, prefer_few=True)
+        row_bytes, gradient = plan.row_stride(columns) * itemsize, columns * hidden_size * 2
+        if few != many:
+            assert -(-tokens // many) > 2 == -(-tokens // few)
+            assert gradient + few * row_bytes <= 2 * gradient + max(many * row_bytes, gradient)
+        elif tokens > 2 * many:
+            assert gradient + (tokens // 2 + 128) * row_bytes > 2 * gradient + max(many * row_bytes, gradient)
+
+
+def test_a_choice_of_the_user_is_not_changed() -> None:
+    for tokens, columns, itemsize, budget in GRID:
+        chosen = plan.chunk_rows(tokens, columns, 4096, itemsize, budget)
+        assert plan.chunk_rows(tokens, columns, 4096, itemsize, budget, prefer_few=True) == chosen
+        assert plan.chunk_rows(tokens, columns, 4096, itemsize, None, 5, prefer_few=True) == max(1, min(5, tokens))
+
+
+def test_who_prefers_few_chunks() -> None:
+    """A bfloat16 gradient that is accumulated in bfloat16 over two chunks and in float32 over three; of several ranks
+    whatever this one needs."""
+    for dtype, chosen in itertools.product((torch.bfloat16, torch.float16, torch.float32, torch.float64), (None, 0)):
+        accum_dtype = None if chosen is None else dtype
+        widens = accumulation_dtype(accum_dtype, dtype, 2) != accumulation_dtype(accum_dtype, dtype, 3)
+        assert plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=1, needs_weight=True) == widens
+        for needs_weight in (False, True):
+            assert plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=2, needs_weight=needs_weight) == widens
+        assert not plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=1, needs_weight=False)
+
+
+TOKENS_OF_A_CALL, WIDTH, ROWS_OF_A_RANK = 256, 64, 256
+
+
+def rows_of_chunks(
+    ctx: Context | None = None, dtype: torch.dtype = torch.bfloat16, frozen: tuple[int, ...] = (), **options: Any
+) -> list[int]:
+    """Rows of the logits' products of a call, where the default budget is 32 rows and two chunks are 128: two chunks
+    and a gradient take what a float32 accumulator and a copy do. Ranks that are `frozen` have a weight without grad."""
+    rank, world, group = (0, 1, None) if ctx is None else (ctx.rank, ctx.world, ctx.group)
+    tokens = options.get("max_tokens", TOKENS_OF_A_CALL)
+    hidden = torch.zeros(tokens, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(ROWS_OF_A_RANK, WIDTH, dtype=dtype, requires_grad=rank not in frozen)
+    target = torch.zeros(tokens, dtype=torch.int64)
+    budget = 32 * ROWS_OF_A_RANK * dtype.itemsize
+    with mock.patch.object(plan, "default_budget", return_value=budget), Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, group=group, vocab_size=world * ROWS_OF_A_RANK, **options)
+    products = [event.shapes for event in trace.matrix_products]
+    return [left[0] for left, right, *_ in products if right == (WIDTH, ROWS_OF_A_RANK)]
+
+
+def test_the_loop_has_two_chunks_where_they_spare_a_float32_accumulator() -> None:
+    assert rows_of_chunks() == [128] * 2
+    assert rows_of_chunks(reduction="none") == [128] * 2, "gradients are made in backward"
+    assert rows_of_chunks(dtype=torch.float16) == rows_of_chunks(dtype=torch.float32) == [32] * 8
+    assert rows_of_chunks(accum_dtype=torch.bfloat16) == rows_of_chunks(accum_dtype=torch.float32) == [32] * 8
+    assert rows_of_chunks(logits_budget="16KiB") == [32] * 8
+    assert rows_of_chunks(chunk_rows=64) == [64] * 4
+
+
+def test_a_head_without_a_gradient_keeps_small_chunks_on_one_rank() -> None:
+    assert rows_of_chunks(frozen=(0,)) == [32] * 8
+    with torch.no_grad():
+        assert rows_of_chunks() == [32] * 8
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
+def test_ranks_cut_alike_whatever_needs_a_gradient(frozen: tuple[int, ...], workers: Pool) -> None:
+    assert workers.run(2, rows_of_chunks, torch.bfloat16, frozen) == [[128] * 2] * 2
+    assert workers.run(2, _without_grad) == [[128] * 2] * 2
+
+
+def _without_grad(ctx: Context) -> list[int]:
+    with torch.no_grad():
+        return rows_of_chunks(ctx)
+
+
+def test_two_chunks_are_two_where_the_ranks_do_not_divide_them(workers: Pool) -> None:
+    """Three ranks bring 85 tokens each: 43 and 42, not the 42 of 128 rows twice and one more."""
+    assert workers.run(3, _three_ranks, {}) == [[129, 126]] * 3
+    assert workers.run(3, _three_ranks, {"chunk_rows": 128}) == [[126, 126, 3]] * 3
+
+
+def _three_ranks(ctx: Context, options: dict[str, Any]) -> list[int]:
+    return rows_of_chunks(ctx, hidden_layout="sharded", max_tokens=85, **options)
 
 
 def test_the_first_part_is_as_short_as_keeps_a_gpu_busy() -> None:

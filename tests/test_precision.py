@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import VocabShard, linear_cross_entropy
+from flce_dist import VocabShard, gemm, linear_cross_entropy
 from flce_dist.gemm import accumulation_dtype
 from tests.kit import heads, oracle
 from tests.kit.compare import relative_error
@@ -275,24 +275,65 @@ def test_fp16_where_only_the_z_loss_has_a_gradient() -> None:
     assert relative_error(hidden.grad, expected.hidden_grad) <= 2e-3
 
 
-LARGE = 128256 * 4096
-
-
 @pytest.mark.parametrize(
-    ("dtype", "num_elements", "num_chunks", "expected"),
+    ("dtype", "num_chunks", "expected"),
     [
-        (torch.bfloat16, 32000 * 4096, 2, torch.bfloat16),
-        (torch.bfloat16, 32000 * 4096, 3, torch.float32),
-        (torch.bfloat16, LARGE, 4, torch.bfloat16),
-        (torch.bfloat16, LARGE, 5, torch.float32),
-        (torch.float16, 64, 1, torch.float32),
-        (torch.float32, LARGE, 9, torch.float32),
-        (torch.float64, 64, 9, torch.float64),
+        (torch.bfloat16, 2, torch.bfloat16),
+        (torch.bfloat16, 3, torch.float32),
+        (torch.bfloat16, 4, torch.float32),
+        (torch.float16, 1, torch.float32),
+        (torch.float32, 9, torch.float32),
+        (torch.float64, 9, torch.float64),
     ],
     ids=str,
 )
-def test_what_the_weight_gradient_is_accumulated_in(
-    dtype: torch.dtype, num_elements: int, num_chunks: int, expected: torch.dtype
+def test_what_the_weight_gradient_is_accumulated_in(dtype: torch.dtype, num_chunks: int, expected: torch.dtype) -> None:
+    assert accumulation_dtype(None, dtype, num_chunks) == expected
+    assert accumulation_dtype(torch.bfloat16, dtype, num_chunks) == torch.bfloat16
+
+
+SMALL_LOGITS = [(2048, 64, 256, 0.1), (4096, 64, 64, 0.3), (2048, 48, 192, 1.0)]
+"""Tokens, hidden, vocabulary, spread of the logits: many tokens for each entry, so that eager's error of the weight's
+gradient is little more than one rounding of it."""
+
+
+def _add_rounded_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out += a @ b` as a GPU's vendor GEMM does it; a CPU's rounds only the sum."""
+    out += torch.mm(a, b) if out.dtype == a.dtype else torch.mm(a.to(out.dtype), b.to(out.dtype))
+
+
+def _weight_gradient_over_eager(sizes: tuple[int, int, int, float], num_chunks: int, **options: Any) -> float:
+    """Error of the weight's gradient in chunks over that of eager bfloat16 `linear` and float32 cross entropy."""
+    num_tokens, hidden_size, vocab_size, spread = sizes
+    hidden, weight, target = heads.random_head(num_tokens, hidden_size, vocab_size, seed=5)
+    hidden, weight = hidden.bfloat16(), (spread * weight).bfloat16()
+    expected = oracle.reference(hidden, weight, target).weight_grad
+    eager_weight, our_weight = (weight.clone().requires_grad_() for _ in range(2))
+    torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, eager_weight).float(), target).backward()
+    rows = -(-num_tokens // num_chunks)
+    linear_cross_entropy(hidden, our_weight, target, chunk_rows=rows, **options).backward()
+    assert eager_weight.grad is not None
+    assert our_weight.grad is not None
+    return relative_error(our_weight.grad, expected) / relative_error(eager_weight.grad, expected)
+
+
+@pytest.mark.parametrize("sizes", SMALL_LOGITS, ids=str)
+@pytest.mark.parametrize("product", ["rounded", "not rounded"])
+@pytest.mark.parametrize("num_chunks", [2, 3, 4, 5, 8])
+def test_the_weight_gradient_at_any_number_of_chunks(
+    sizes: tuple[int, int, int, float], product: str, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert accumulation_dtype(None, dtype, num_elements, num_chunks) == expected
-    assert accumulation_dtype(torch.bfloat16, dtype, num_elements, num_chunks) == torch.bfloat16
+    """At most 1.5 times eager's error, where each rounding of a partial sum shows most."""
+    if product == "rounded":
+        monkeypatch.setattr(gemm, "addmm_into", _add_rounded_product)
+    ratio = _weight_gradient_over_eager(sizes, num_chunks)
+    assert ratio <= 1.5, f"{ratio:.2f} times eager's error"
+    if num_chunks > 2:
+        assert ratio <= 1.01, f"{ratio:.2f} times eager's error, in float32"
+
+
+@pytest.mark.parametrize("num_chunks", [3, 4])
+def test_more_chunks_in_bfloat16_would_be_too_many(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the weight gradient's dtype changes at 2 chunks."""
+    monkeypatch.setattr(gemm, "addmm_into", _add_rounded_product)
+    assert _weight_gradient_over_eager(SMALL_LOGITS[0], num_chunks, accum_dtype=torch.bfloat16) > 1.5

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist.gemm import accumulation_dtype
-from flce_dist.options import LossOptions
-from flce_dist.plan import chunk_rows
+from flce_dist.plan import chunk_rows, prefers_few_chunks
 
 PRODUCTS = ("logits", "hidden_grad", "weight_grad", "weight_grad_more")
 STAGES = (*PRODUCTS, "row_stats", "row_grad", "row_stats_grad", "combine", "copy", "narrow")
@@ -31,7 +30,8 @@ REDUCED_ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What one of `num_ranks` ranks computes: `num_tokens` rows, `rows` at a time, on `columns` of the vocabulary."""
+    """What one of `num_ranks` ranks computes: `num_tokens` rows, `rows` at a time, on `columns` of the vocabulary, and
+    a weight gradient that is accumulated in numbers of `accumulator_itemsize` bytes."""
 
     num_tokens: int
     hidden_size: int
@@ -39,21 +39,34 @@ class LocalWork:
     num_ranks: int
     itemsize: int
     rows: int
+    accumulator_itemsize: int
 
     @classmethod
     def planned(
-        cls, num_tokens: int, hidden_size: int, columns: int, itemsize: int, num_ranks: int, rows: int | None = None
+        cls,
+        num_tokens: int,
+        hidden_size: int,
+        columns: int,
+        itemsize: int,
+        num_ranks: int,
+        rows: int | None = None,
+        sharded_tokens: bool = False,
     ) -> LocalWork:
-        """With the rows that the loop chooses by default."""
-        planned = chunk_rows(num_tokens, columns, hidden_size, itemsize, LossOptions().budget_bytes, rows)
-        return cls(num_tokens, hidden_size, columns, num_ranks, itemsize, planned)
+        """As the loop does it for the group's `num_tokens`; without `rows` with those that it chooses by default."""
+        dtype, step = torch.bfloat16 if itemsize == 2 else torch.float32, num_ranks if sharded_tokens else 1
+        loop_tokens = num_tokens + -num_tokens % step
+        few = prefers_few_chunks(None, dtype, num_ranks, needs_weight=True)
+        planned = chunk_rows(loop_tokens, columns, hidden_size, itemsize, None, rows, few)
+        planned = planned + -planned % step if rows is None else max(1, planned // step) * step
+        accumulator = accumulation_dtype(None, dtype, -(-loop_tokens // planned))
+        return cls(loop_tokens, hidden_size, columns, num_ranks, itemsize, planned, accumulator.itemsize)
 
     @property
     def num_chunks(self) -> int:
         return -(-self.num_tokens // self.rows)
 
     def chunks(self) -> list[LocalWork]:
-        """The work of each chunk; a part keeps `num_tokens`, on which the accumulator's dtype depends."""
+        """The work of each chunk, for all of the tokens."""
         last = self.num_tokens - (self.num_chunks - 1) * self.rows
         return [self] * (self.num_chunks - 1) + [replace(self, rows=last)]
 
@@ -61,11 +74,6 @@ class LocalWork:
     def is_aligned(self) -> bool:
         """Whether products are on the vendor's fast path; others are slower, and not predicted by shape."""
         return self.columns % ALIGNED_COLUMNS == 0
-
-    @property
-    def accumulator_itemsize(self) -> int:
-        dtype = torch.bfloat16 if self.itemsize == 2 else torch.float32
-        return accumulation_dtype(None, dtype, self.columns * self.hidden_size, self.num_chunks).itemsize
 
     def features(self, stage: str) -> tuple[float, float, float]:
         """What its time is taken to be linear in: (1, operations, bytes) of a product, (1, rows, bytes) of a kernel."""

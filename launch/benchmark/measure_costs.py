@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Chunk:
 
     def run(self, marks: measure.Marks) -> None:
         work, kernels, logits, stats = self.work, self._kernels, self._logits, self._stats
-        accumulator = accumulation_dtype(None, self._dtype, self._weight.numel(), work.num_chunks)
+        accumulator = accumulation_dtype(None, self._dtype, work.num_chunks)
         weight_grad = WeightGradient(self._weight, work.columns, accumulator, True, False)
         marks.mark("")
         logits_into(logits, self._x, self._weight, None, 1.0)
@@ -140,18 +141,17 @@ def steps(
     for width in (w for w in STEP_WIDTHS if w >= size):
         narrower = shape.resized(vocab_size=-(-shape.vocab_size // width) * size)
         problem = _problem(narrower, group, dtype, device)
-        names = ["flce"] if group is None else ["flce", "flce-sharded-tokens"]
-        programs = [_step(name, problem, {}) for name in names]
         columns = problem.shard.num_columns
-        rows = LocalWork.planned(shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, size).rows
+        plan = partial(LocalWork.planned, shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, size)
+        measured = [("flce", plan(), _step("flce", problem, {}))]
         if group is not None:
-            programs.append(_step("flce", problem, {"reduce_hidden_grad": False}))
-            names.append("flce, hidden gradient not reduced")
-        times = measure.time_rounds(
-            [floor.gemms(problem, None, False), floor.gemms(problem, rows, False), *programs], problem.place,
-            effort.rounds, effort.round_seconds,
-        )  # fmt: skip
-        for name, seconds in zip(names, times[2:], strict=True):
+            tokens, alone = "flce-sharded-tokens", {"reduce_hidden_grad": False}
+            measured.append((tokens, plan(sharded_tokens=True), _step(tokens, problem, {})))
+            measured.append(("flce, hidden gradient not reduced", plan(), _step("flce", problem, alone)))
+        floors = [floor.gemms(problem, rows, False) for rows in (None, plan().rows)]
+        programs = [program for *_, program in measured]
+        times = measure.time_rounds([*floors, *programs], problem.place, effort.rounds, effort.round_seconds)
+        for (name, work, _), seconds in zip(measured, times[2:], strict=True):
             found.append(
                 {
                     "num_tokens": shape.num_tokens,
@@ -159,12 +159,13 @@ def steps(
                     "vocab_size": narrower.vocab_size,
                     "num_ranks": size,
                     "method": name,
+                    "work": dataclasses.asdict(work),
                     "seconds": statistics.median(seconds),
                     "to_floor": median_ratio(seconds, times[0]),
                     "to_cut_floor": median_ratio(seconds, times[1]),
                 }
             )
-        del problem, programs
+        del problem, measured, floors, programs
         _empty(device)
     return found
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-import torch
 
 from flce_dist.plan import first_part
 
@@ -130,13 +129,10 @@ def predict(
     """Forward and backward of the default loss. `num_tokens` are the group's; `layout` is "replicated" or "sharded".
     `rows` of a chunk default to those that the loop chooses."""
     columns, sharded = -(-vocab_size // num_ranks), layout == "sharded"
-    group_tokens = -(-num_tokens // num_ranks) * num_ranks if sharded else num_tokens
-    work = LocalWork.planned(group_tokens, hidden_size, columns, itemsize, num_ranks, rows)
-    if sharded:
-        work = replace(work, rows=max(1, work.rows // num_ranks) * num_ranks)
+    planned = partial(LocalWork.planned, num_tokens, hidden_size, columns, itemsize, num_ranks, sharded_tokens=sharded)
+    work = planned(rows=rows)
     if schedule.double_buffered:
-        half = min(max(1, work.rows // 2), -(-num_tokens // 2))
-        work = replace(work, rows=half)
+        work = planned(rows=min(max(1, work.rows // 2), -(-num_tokens // 2)))
     found = _run(work, costs, link, sharded, schedule)
     if num_ranks == 1:
         return replace(found, one_rank=found.seconds)
@@ -209,14 +205,12 @@ def _run(work: LocalWork, costs: Costs, link: Link, sharded_tokens: bool, schedu
 
 
 def check_steps(costs: Costs, measurements: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each measured step with its prediction: `predicted` seconds, and `predicted_to_cut_floor`, the same over the
-    products' time, which no clock moves."""
+    """Each measured step with its prediction, for the chunks that it had: `predicted` seconds, and
+    `predicted_to_cut_floor`, the same over the products' time, which no clock moves."""
     found = []
-    itemsize = getattr(torch, measurements["dtype"]).itemsize
     for step in measurements["steps"]:
-        layout = {"flce": "replicated", "flce-sharded-tokens": "sharded"}.get(step["method"])
-        if layout is not None:
-            sizes = (step["num_tokens"], step["hidden_size"], step["vocab_size"], step["num_ranks"])
-            guess = predict(*sizes, costs, layout=layout, itemsize=itemsize)
+        sharded = {"flce": False, "flce-sharded-tokens": True}.get(step["method"])
+        if sharded is not None:
+            guess = _run(LocalWork(**step["work"]), costs, LINKS[0], sharded, Schedule())
             found.append(step | {"predicted": guess.seconds, "predicted_to_cut_floor": guess.seconds / guess.products})
     return found

@@ -18,7 +18,7 @@ from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_accumulation
 from flce_dist.integrations.transformers import apply
-from flce_dist.plan import chunk_rows
+from flce_dist.plan import chunk_rows, prefers_few_chunks
 
 from .config import loss_options
 from .schema import Config, ConfigError
@@ -186,11 +186,12 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
         arguments = head._flce_loss.arguments
         group, layout = arguments["group"], arguments["hidden_layout"]
         options = LossOptions(**{name: arguments[name] for name in LossOptions.__annotations__ if name in arguments})
-    wide = head.weight.dtype == torch.float32
-    dtype = options.logits_dtype or (DTYPES[config.train.dtype] if wide else head.weight.dtype)
+    weight_dtype = DTYPES[config.train.dtype] if head.weight.dtype == torch.float32 else head.weight.dtype
+    dtype = options.logits_dtype or weight_dtype
     ranks = dist.get_world_size(group) if group is not None else 1
     columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
     loop_tokens = tokens * ranks if layout == "sharded" else tokens
     hidden_size = model.causal_lm.config.get_text_config().hidden_size  # under ZeRO-3 the weight has no shape
-    rows = chunk_rows(loop_tokens, columns, hidden_size, dtype.itemsize, options.budget_bytes, options.chunk_rows)
+    few = prefers_few_chunks(options.accum_dtype, weight_dtype, ranks, head.weight.requires_grad)
+    rows = chunk_rows(loop_tokens, columns, hidden_size, dtype.itemsize, options.budget_bytes, options.chunk_rows, few)
     return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": dtype.itemsize}
