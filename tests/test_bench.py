@@ -145,6 +145,7 @@ def test_rows_of_the_default_budget_are_those_of_the_loop(
 ) -> None:
     """32 rows, but two chunks where they spare a float32 accumulator."""
     monkeypatch.setattr(plan, "default_budget", lambda *_: 32 * 256 * 2)
+    monkeypatch.setattr(plan, "GROWN_MULTIPLE", 128)
     args = parse_arguments([*QUICK, *more, "--methods", "flce,flce-narrow,flce-fp32-accum"])
     entries = bench.prepare(args, problem(Shape("many", 256, 64, 256), torch.bfloat16), [])
     ours = [entry for entry in entries if entry.method is not None]

@@ -130,7 +130,8 @@ def test_the_default_budget(tokens: int, columns: int, hidden_size: int, itemsiz
         (8192, 256000, 768, 2, 1024),  # 4096 rows would take five times as much as the gradient
         (1000, 10**6, 4096, 2, 1000),  # one chunk
         (3000, 200000, 4096, 2, 1536),  # two already
-        (200, 3 * 10**6, 70, 2, 128),  # 89 rows otherwise
+        (4500, 128256, 4096, 2, 2560),  # a multiple of 512: steps of other lengths share it
+        (200, 3 * 10**6, 70, 2, 89),  # all 200 would take more
     ],
 )
 def test_the_default_budget_grows_to_two_chunks(
@@ -150,7 +151,8 @@ def test_few_chunks_take_no_more_memory_than_a_float32_accumulator() -> None:
             assert -(-tokens // many) > 2 == -(-tokens // few)
             assert gradient + few * row_bytes <= 2 * gradient + max(many * row_bytes, gradient)
         elif tokens > 2 * many:
-            assert gradient + (tokens // 2 + 128) * row_bytes > 2 * gradient + max(many * row_bytes, gradient)
+            grown = tokens // 2 + plan.GROWN_MULTIPLE
+            assert gradient + grown * row_bytes > 2 * gradient + max(many * row_bytes, gradient)
 
 
 def test_a_choice_of_the_user_is_not_changed() -> None:
@@ -186,7 +188,8 @@ def rows_of_chunks(
     weight = torch.zeros(ROWS_OF_A_RANK, WIDTH, dtype=dtype, requires_grad=rank not in frozen)
     target = torch.zeros(tokens, dtype=torch.int64)
     budget = 32 * ROWS_OF_A_RANK * dtype.itemsize
-    with mock.patch.object(plan, "default_budget", return_value=budget), Trace() as trace:
+    small = mock.patch.multiple(plan, default_budget=lambda *_: budget, GROWN_MULTIPLE=128)
+    with small, Trace() as trace:
         linear_cross_entropy(hidden, weight, target, group=group, vocab_size=world * ROWS_OF_A_RANK, **options)
     products = [event.shapes for event in trace.matrix_products]
     return [left[0] for left, right, *_ in products if right == (WIDTH, ROWS_OF_A_RANK)]
