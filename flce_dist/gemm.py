@@ -102,9 +102,10 @@ class WeightGradient:
         self._num_columns = num_columns
         self._first = True
         self.weight = torch.empty(weight.shape, dtype=accum_dtype, device=weight.device) if needs_weight else None
-        # A column sum costs no bandwidth worth saving: never in 16 bits.
-        bias_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.bias = torch.zeros(weight.shape[0], dtype=bias_dtype, device=weight.device) if needs_bias else None
+        self.bias: Tensor | None = None
+        if needs_bias:  # a column sum costs no bandwidth worth saving: never in 16 bits
+            bias_dtype = torch.promote_types(weight.dtype, torch.float32)
+            self.bias = torch.zeros(weight.shape[0], dtype=bias_dtype, device=weight.device)
 
     def add(self, grad_logits: Tensor, x: Tensor, split: bool = False) -> None:
         """Adds a chunk: `grad_logits [C, num_columns]`, `x [C, H]`. With `split` in two GEMMs (`plan.first_part`)."""

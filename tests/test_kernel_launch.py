@@ -71,7 +71,7 @@ def test_what_triton_compiles_anew_is_another_variant(name: str) -> None:
         chosen: dict[Any, Any] = {}
         for value in ARGUMENTS[kind_of(parameter.name)]:
             specialization = binder(**{**plain, parameter.name: value})[1]
-            known = chosen.setdefault(launch._kind(value), specialization)
+            known = chosen.setdefault(launch._passed(value)[1], specialization)
             assert known == specialization, (parameter.name, value)
 
 
@@ -88,6 +88,7 @@ def test_a_known_variant_is_launched_without_a_lookup(recorder: Recorder) -> Non
     assert [*constants][:-1] == kernel.arg_names[len(args) :]
     assert values[len(args) :] == tuple(constants.values())[:-1]
     assert len(values) == len(kernel.arg_names)
+    assert [isinstance(value, int) for value in values[: len(args)]] == [True] * len(args), "tensors are addresses"
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, num_war
     """
     first = args[0]
     assert isinstance(first, Tensor)
-    key = (kernel, first.device, num_warps, *constants.values(), *map(_kind, args))
+    values, kinds = zip(*map(_passed, args), strict=True)
+    key = (kernel, first.device, num_warps, *constants.values(), *kinds)
     variant = _variants.get(key)
     if variant is not None:
-        variant[(num_programs, 1, 1)](*args, *constants.values())
+        variant[(num_programs, 1, 1)](*values, *constants.values())
         return
     assert list(constants) == kernel.arg_names[len(args) :]
     variant = kernel[(num_programs,)](*args, **constants, num_warps=num_warps)
@@ -35,15 +36,19 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, num_war
         _variants[key] = variant
 
 
+def _passed(arg: Tensor | float | None) -> tuple[float | None, Hashable]:
+    """An argument as a known variant takes it, and all of it that Triton may compile another variant for.
+
+    A tensor's address spares Triton to ask for it, and then the driver whether it is one.
+    """
+    if isinstance(arg, Tensor):
+        address = arg.data_ptr()
+        return address, (arg.dtype, address % 16 == 0)
+    if isinstance(arg, int):
+        return arg, (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31)
+    return arg, None if arg is None else float
+
+
 def forget() -> None:
     """Looks for the variants anew, as after a change of Triton's own settings."""
     _variants.clear()
-
-
-def _kind(arg: Tensor | float | None) -> Hashable:
-    """All that Triton may compile a variant for."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
-    return None if arg is None else float
