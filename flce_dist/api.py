@@ -99,8 +99,8 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         from . import compiled  # it loads the compiler, and with it Triton
 
-        loss, *others = compiled.linear_cross_entropy(given)
-        return LossOutput(loss, **dict(zip(given.aux, others, strict=True))) if aux else loss
+        loss, found = compiled.linear_cross_entropy(given)
+        return LossOutput(loss, **found) if aux else loss
     args, agreed = checked_arguments(given)
     grad = torch.is_grad_enabled()
     needs = Needs(

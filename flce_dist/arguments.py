@@ -98,7 +98,7 @@ def resolve(given: Given) -> Arguments:
     return Arguments(
         hidden=hidden.contiguous(),
         weight=weight if 1 in weight.stride() else weight.contiguous(),
-        target=target.to(torch.int64),
+        target=target.to(torch.int64).contiguous(),
         bias=given.bias,
         class_weight=given.class_weight,
         token_weight=token_weight,
@@ -176,7 +176,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         max_tokens=given.max_tokens,
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=float(given.hidden_grad_scale),
-        aux=tuple(given.aux),
+        aux=tuple(dict.fromkeys(given.aux)),
         rows=row_kernels(options.backend, hidden.device),
         spec=RowSpec(
             softcap=None if options.softcap is None else float(options.softcap),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import LossOutput, linear_cross_entropy
-from .options import LossOptionsDict, checked_options
+from .options import LossOptionsDict, checked_options, to_float
 from .shard import VocabShard
 
 _ATTRIBUTE = "_flce_loss"
@@ -73,7 +73,7 @@ def attach_loss(
         "vocab_size": vocab_size,
         "vocab_shard": vocab_shard,
         "hidden_layout": hidden_layout,
-        "hidden_grad_scale": hidden_grad_scale,
+        "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
         **options,
     }
     setattr(head, _ATTRIBUTE, HeadLoss(head.forward, "forward" in vars(head), arguments))

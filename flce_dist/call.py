@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import collectives, row_math
 from .agreement import Agreed
-from .arguments import Arguments
+from .arguments import Arguments, Setting
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
@@ -39,21 +40,17 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
         hidden, target = hidden.index_select(0, kept), target[kept]
         token_weight = None if token_weight is None else token_weight[kept]
     tokens = _token_layout(args, hidden, needs, None if agreed is None else agreed.most_columns)
-    dtype = stats_dtype(hidden.dtype)
-
-    def row_inputs() -> RowInputs:
-        ids = tokens.to_loop(target, fill=options.ignore_index)
-        mean = options.reduction == "mean" and args.normalizer is None
-        valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
-        weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
-        column_weight = None
-        if args.class_weight is not None and options.label_smoothing:
-            column_weight = setting.shard.take(args.class_weight).to(dtype).contiguous()
-        weights = row_math.row_weights(
-            options, ids, valid, share, setting.shard.vocab_size, args.class_weight, weight_of_row, args.normalizer
-        )
-        return RowInputs(ids, setting.shard.local_ids(ids), valid, weights, column_weight)
-
+    # The call lives as long as the loss: it must not keep the hidden states and a cast weight alive after backward.
+    make_inputs = partial(
+        _row_inputs,
+        setting,
+        tokens,
+        target,
+        token_weight,
+        args.class_weight,
+        args.normalizer,
+        stats_dtype(hidden.dtype),
+    )
     call = Call(
         options=options,
         shard=setting.shard,
@@ -67,9 +64,32 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
         or recomputes(options, hidden.dtype),
         reduce_hidden_grad=setting.reduce_hidden_grad,
         hidden_grad_scale=setting.hidden_grad_scale,
-        make_inputs=row_inputs,
+        make_inputs=make_inputs,
     )
     return Prepared(call, hidden, kept)
+
+
+def _row_inputs(
+    setting: Setting,
+    tokens: TokenLayout,
+    target: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    normalizer: Tensor | float | None,
+    dtype: torch.dtype,
+) -> RowInputs:
+    options, shard = setting.options, setting.shard
+    ids = tokens.to_loop(target, fill=options.ignore_index)
+    mean = options.reduction == "mean" and normalizer is None
+    valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
+    weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
+    column_weight = None
+    if class_weight is not None and options.label_smoothing:
+        column_weight = shard.take(class_weight).to(dtype).contiguous()
+    weights = row_math.row_weights(
+        options, ids, valid, share, shard.vocab_size, class_weight, weight_of_row, normalizer
+    )
+    return RowInputs(ids, shard.local_ids(ids), valid, weights, column_weight)
 
 
 def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: int | None) -> TokenLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -195,7 +196,7 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
             )
         if value.device.type not in (device.type, "cpu"):
             raise ValueError(f"normalizer must be on {device} or the CPU, got {value.device}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"normalizer must be a number or a 0-d tensor, got {value!r}")
     elif not is_finite(value) or value < 0:
         raise ValueError(f"normalizer must be finite in float32 and not negative, got {value}")

@@ -31,9 +31,10 @@ _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hid
 _INTEGER_AUX = ("predictions", "num_valid")
 
 
-def linear_cross_entropy(given: Given) -> list[Tensor]:
-    """The loss and the outputs that `given.aux` names, in a graph that is being traced."""
+def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and what `given.aux` names, in a graph that is being traced."""
     given = autocast(local_tensors(given))
+    aux = tuple(dict.fromkeys(given.aux))  # an operator may not return one tensor twice
     normalizer, shard = given.normalizer, given.vocab_shard
     if isinstance(normalizer, int | float):
         # A number that changes from call to call, as a count of tokens does, shall not be compiled for each value.
@@ -42,7 +43,7 @@ def linear_cross_entropy(given: Given) -> list[Tensor]:
     config = _encode(
         given.group.group_name if given.group is not None else None,
         None if shard is None else (_constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)),
-        tuple(given.aux),
+        aux,
         tuple((name, _constant(getattr(given, name))) for name in _HOST),
         tuple((name, _constant(value)) for name, value in given.options.items()),
     )
@@ -59,7 +60,7 @@ def linear_cross_entropy(given: Given) -> list[Tensor]:
         config,
         needs,
     )
-    return [outputs[0], *(output.detach() for output in outputs[1 : 1 + len(given.aux)])]
+    return outputs[0], {name: output.detach() for name, output in zip(aux, outputs[1:], strict=False)}
 
 
 def _constant(value: Any) -> Any:

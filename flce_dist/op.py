@@ -227,6 +227,7 @@ def recompute(
 
 def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: Tensor | float) -> None:
     """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
+    grad_loss = grad_loss.resolve_neg()  # the kernel reads memory
     scale = grad_loss if isinstance(factor, float) and factor == 1.0 else grad_loss / factor
     pairs = zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True)
     call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)

@@ -117,7 +117,9 @@ def badly_owned(stats: Tensor, valid: Tensor) -> Tensor:
 
 def _as_scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     # A fill takes a host number without the copy that would wait for the device.
-    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), float(value), dtype=dtype, device=device)
 
 
 def _never_zero(divisor: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """What autograd asks of the loss: needs, grad modes, repeated backward passes, layouts of inputs."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -282,32 +284,51 @@ def test_checkpointed_gradients_are_equal_and_not_doubled(use_reentrant: bool, r
     compare.assert_close(full.weight.grad, expected.weight_grad, 1e-5, "weight gradient")
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "strided", "negative_bit"])
-def test_any_layout_of_the_inputs(layout: str, reduction: str) -> None:
+LAYOUTS = ("transposed", "sliced", "expanded", "strided", "negative_bit", "column", "last", "one column", "one value")
+
+
+def _layout(name: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(4, 5, 8, generator=generator)
     weight = torch.randn(21, 8, generator=generator)
     target = torch.randint(21, (4, 5), generator=generator)
-    if layout == "transposed":
+    table = torch.randint(21, (4, 5, 3), generator=generator)
+    if name == "transposed":
         hidden = torch.randn(5, 4, 8, generator=generator).transpose(0, 1)
         weight = torch.randn(8, 21, generator=generator).T
         target = torch.randint(21, (5, 4), generator=generator).T
-    elif layout == "sliced":
+    elif name == "sliced":
         hidden = torch.randn(4, 6, 8, generator=generator)[:, :-1]
         target = torch.randint(21, (4, 6), generator=generator)[:, 1:]
-    elif layout == "expanded":
+    elif name == "expanded":
         hidden = torch.randn(1, 5, 8, generator=generator).expand(4, 5, 8)
         target = torch.randint(21, (1, 5), generator=generator).expand(4, 5)
-    elif layout == "strided":
+    elif name == "strided":
         hidden = torch.randn(4, 5, 16, generator=generator)[..., ::2]
         weight = torch.randn(42, 16, generator=generator)[::2, 1::2]
-    else:
+    elif name == "negative_bit":
         hidden = torch.complex(hidden, hidden).conj().imag
-    upstream = torch.randn(4, 5, generator=generator).T.contiguous().T if reduction == "none" else torch.tensor(0.7)
+    elif name == "column":  # flattening makes a view with a stride
+        target = table[..., 1]
+    elif name == "last":
+        hidden, target = hidden[:, -1:], target[:, -1:]
+    elif name == "one column":
+        hidden, target = hidden[0], table[0, :, 1]
+    else:
+        hidden, target = hidden[0], torch.tensor([3]).expand(5)
+    return hidden, weight, target
+
+
+def _any_layout(_: Context | None, name: str, reduction: str, backend: Any) -> None:
+    hidden, weight, target = _layout(name)
+    upstream = torch.tensor(0.7)
+    if reduction == "none":
+        upstream = torch.randn(*target.shape, 2, generator=torch.Generator().manual_seed(4))[..., 1]
+    elif name == "negative_bit":
+        upstream = torch.complex(torch.tensor(0.1), torch.tensor(0.7)).conj().imag
     base_hidden, base_weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     before = [t.clone() for t in (hidden, weight, target, upstream)]
-    loss = linear_cross_entropy(base_hidden, base_weight, target, reduction=reduction, chunk_rows=3)
+    loss = linear_cross_entropy(base_hidden, base_weight, target, reduction=reduction, chunk_rows=3, backend=backend)
     loss.backward(upstream)
     expected = oracle.reference(hidden, weight, target, upstream=upstream, reduction=reduction)
     compare.assert_loss(loss, expected.loss, 1e-5)
@@ -315,6 +336,39 @@ def test_any_layout_of_the_inputs(layout: str, reduction: str) -> None:
     compare.assert_close(base_weight.grad, expected.weight_grad, 1e-5, "weight gradient")
     for tensor, kept in zip((hidden, weight, target, upstream), before, strict=True):
         assert torch.equal(tensor, kept), "an input was written to"
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_of_the_inputs(layout: str, reduction: str) -> None:
+    _any_layout(None, layout, reduction, "torch")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_of_the_inputs_interpreted(layout: str, reduction: str, interpreted_workers: Pool) -> None:
+    """Kernels see memory, not strides."""
+    interpreted_workers.run(1, _any_layout, layout, reduction, "triton")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", [{}, {"backward": "recompute"}, {"reduction": "none"}], ids=str)
+def test_a_loss_keeps_no_hidden_states_after_backward(options: Any, autocast: bool) -> None:
+    """Who logs the loss would hold the hidden states of a step, and autocast's copy of the weight, through the next."""
+
+    def copies() -> int:
+        gc.collect()
+        return sum(type(t) is Tensor and t.dtype == torch.bfloat16 for t in gc.get_objects())
+
+    full, before = leaves(Case()), copies()
+    hidden = full.hidden * 1.0
+    kept = weakref.ref(hidden)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = linear_cross_entropy(hidden, full.weight, full.target, **options)
+    del hidden
+    loss.sum().backward()
+    assert copies() == before
+    assert kept() is None
 
 
 def test_expanded_upstream_gradient() -> None:

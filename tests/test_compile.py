@@ -1,6 +1,7 @@
 """torch.compile of the loss: one graph, right values, few recompilations over varying token counts."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,7 @@ def test_modules_whose_options_are_numpys(kind: str) -> None:
     """Arguments that are numpy's are arrays to a graph; those of a module were made Python's with it."""
     torch._dynamo.reset()
     options: dict[str, Any] = {"softcap": np.float32(3), "label_smoothing": np.float64(0.25), "chunk_rows": np.int64(4)}
+    options["hidden_grad_scale"] = np.float32(0.5)
     full = make_inputs(Case())
     module: nn.Module = VocabParallelHead(full.hidden.shape[-1], full.weight.shape[0], **options)
     arguments = [full.hidden, full.target]
@@ -194,6 +196,15 @@ def test_modules_whose_options_are_numpys(kind: str) -> None:
     with torch.no_grad():
         compiled = torch.compile(module, fullgraph=True, backend=BACKEND)(*arguments)
         assert torch.equal(compiled, module(*arguments))
+
+
+def test_an_output_that_is_asked_for_twice_in_a_graph() -> None:
+    torch._dynamo.reset()
+    full = make_inputs(Case())
+    twice = partial(linear_cross_entropy, aux=("lse", "num_valid", "lse"))
+    output = torch.compile(twice, fullgraph=True, backend=BACKEND)(full.hidden, full.weight, full.target)
+    expected = twice(full.hidden, full.weight, full.target)
+    torch.testing.assert_close(tuple(output[i] for i in (0, 2, 6)), tuple(expected[i] for i in (0, 2, 6)))
 
 
 def test_evaluation_in_a_graph() -> None:

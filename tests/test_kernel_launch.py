@@ -17,9 +17,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 
 from flce_dist.kernels import launch, triton_rows  # noqa: E402
 
+TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx942", 64)}
 FLOATS = torch.zeros(64)
+LONG = torch.empty(2**29, device="meta")
 ARGUMENTS: dict[str, list[Any]] = {
-    "pointer": [FLOATS, FLOATS[16:], FLOATS[1:], FLOATS.double(), FLOATS.bfloat16(), None],
+    "pointer": [FLOATS, FLOATS[16:], FLOATS[1:], FLOATS.double(), FLOATS.bfloat16(), LONG, LONG[:-1].clone(), None],
     "number": [0, 1, 2, 16, 17, 48, -16, -100, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**40],
     "host_factor": [1.0, 0.5, 0.0],
 }
@@ -59,11 +61,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     launch.forget()
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_triton_compiles_anew_is_another_variant(name: str) -> None:
+def test_what_triton_compiles_anew_is_another_variant(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each parameter of each kernel: where two values make Triton compile twice, they are told apart here."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if target == "hip" else None)
     kernel = getattr(triton_rows, name)
-    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGETS[target]))
     plain = {p.name: None if p.is_constexpr else ARGUMENTS[kind_of(p.name)][0] for p in kernel.params}
     for parameter in kernel.params:
         if parameter.is_constexpr:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,10 +215,17 @@ def test_skip_ignored_still_predicts_ignored_tokens_or_refuses(world: int, worke
         judge(case, [o.value for o in outcomes])
 
 
-@pytest.mark.parametrize("kind", ["int", "float", "tensor", "int tensor"])
+@pytest.mark.parametrize("kind", ["int", "float", "tensor", "int tensor", "numpy"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_normalizer_may_be_a_number_or_a_tensor(kind: str, world: int, workers: Pool) -> None:
-    value = {"int": 5, "float": 5.0, "tensor": torch.tensor(5.0), "int tensor": torch.tensor(5)}[kind]
+    values: dict[str, Any] = {
+        "int": 5,
+        "float": 5.0,
+        "tensor": torch.tensor(5.0),
+        "int tensor": torch.tensor(5),
+        "numpy": np.int32(5),
+    }
+    value = values[kind]
     results = workers.run(world, run_case, Case(world=world, options=(("normalizer", value), ("z_loss", 1e-2))))
     judge(Case(world=world, normalizer=5.0, options=(("z_loss", 1e-2),)), results)
 

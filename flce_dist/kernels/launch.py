@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -43,7 +44,9 @@ def _passed(arg: Tensor | float | None) -> tuple[float | None, Hashable]:
     """
     if isinstance(arg, Tensor):
         address = arg.data_ptr()
-        return address, (arg.dtype, address % 16 == 0)
+        # AMD's compiler addresses what takes less than 2 GiB with 32 bits.
+        is_short = torch.version.hip is not None and arg.untyped_storage().nbytes() < 2**31
+        return address, (arg.dtype, address % 16 == 0, is_short)
     if isinstance(arg, int):
         return arg, (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31)
     return arg, None if arg is None else float

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import torch_rows
 from .launch import launch
 from .spec import RowSpec, RowWeights, stats_dtype
 from .triton_primitives import (
@@ -316,6 +317,9 @@ def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -
 
 def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
     """Makes no pass over a gradient whose factor is 1. Two gradients share a launch."""
+    if any(gradient.dtype == torch.float64 for gradient, _ in gradients):
+        torch_rows.scale_(gradients, factor)  # numbers reach a kernel in float32
+        return
     some = [pair for pair in gradients if pair[0].numel()]
     for (a, factor_a), (b, factor_b) in zip_longest(some[::2], some[1::2], fillvalue=(None, 1.0)):
         assert a is not None
