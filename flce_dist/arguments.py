@@ -3,8 +3,10 @@ checked on this rank, and what follows from all but the tensors' contents rememb
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from . import agreement, checks, collectives
 from .backend import row_kernels
 from .kernels.spec import RowSpec
-from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float
+from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float, to_int
 from .shard import VocabShard, partition_error
 from .unpack import autocast, local_tensors
 
@@ -160,20 +162,21 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_accumulation(options, hidden.dtype)
-    shard = _place(weight, group, given.vocab_size, given.vocab_shard)
+    max_tokens = _count("max_tokens", given.max_tokens, 0)
+    shard = _place(weight, group, _count("vocab_size", given.vocab_size, 1), given.vocab_shard)
     if given.class_weight is not None:
         checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
     if token_weight is not None:
         checks.check_vector("token_weight", token_weight, target.shape, hidden.device)
     if {"predictions", "accuracy"} & set(given.aux) and shard.vocab_size > MAX_EXACT_ID:
         raise ValueError(f"aux predictions need vocab_size <= {MAX_EXACT_ID}, got {shard.vocab_size}")
-    if given.max_tokens is not None and target.numel() > given.max_tokens:
-        raise ValueError(f"this rank has {target.numel()} tokens, more than max_tokens={given.max_tokens}")
+    if max_tokens is not None and target.numel() > max_tokens:
+        raise ValueError(f"this rank has {target.numel()} tokens, more than max_tokens={max_tokens}")
     return Setting(
         options=options,
         shard=shard,
         hidden_layout=given.hidden_layout,
-        max_tokens=given.max_tokens,
+        max_tokens=max_tokens,
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=float(given.hidden_grad_scale),
         aux=tuple(dict.fromkeys(given.aux)),
@@ -204,8 +207,7 @@ def checked_arguments(
     """
     args, error = None, None
     try:
-        if compiled_needs is None:  # the tensors of a compiled operator cannot be asked
-            checks.check_plain_autograd(given)
+        checks.check_plain_autograd(given if compiled_needs is None else None)
         args = resolve(given)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught
@@ -216,7 +218,7 @@ def checked_arguments(
         return _present(args), None
     # A rank whose tensors are elsewhere than the others' may be alone with that.
     on_host = all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor))
-    with torch._C._DisableFuncTorch():  # a rank under a torch.func transform has to tell the others
+    with torch._C._DisableFuncTorch(), _no_jit_trace():  # a rank that is refused has to tell the others
         agreed = agreement.agree(
             group,
             str(given.options.get("check_ranks", "auto")),
@@ -228,6 +230,18 @@ def checked_arguments(
     return _present(args), agreed
 
 
+@contextlib.contextmanager
+def _no_jit_trace() -> Iterator[None]:
+    state = torch._C._get_tracing_state()
+    if state is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def _named_vocab_size(given: Given) -> int | None:
     """The vocabulary size of a call of several ranks. It is read before anything is checked: it decides whether the
     ranks meet, so one whose other arguments are wrong must not decide otherwise."""
@@ -235,7 +249,7 @@ def _named_vocab_size(given: Given) -> int | None:
         return given.vocab_shard.vocab_size
     if given.vocab_size is None and isinstance(given.weight, DTensor):
         return given.weight.shape[0]
-    return given.vocab_size if isinstance(given.vocab_size, int) else None
+    return int(given.vocab_size) if isinstance(given.vocab_size, numbers.Integral) else None
 
 
 def _present(args: Arguments | None) -> Arguments:
@@ -281,16 +295,12 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
 
 
 def _check_call(given: Given, options: LossOptions) -> None:
-    layout, max_tokens = given.hidden_layout, given.max_tokens
-    if layout not in ("replicated", "sharded"):
-        raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {layout!r}')
-    if layout == "replicated" and max_tokens is not None:
+    layout = given.hidden_layout
+    checks.checked_layout(layout)
+    if layout == "replicated" and given.max_tokens is not None:
         raise ValueError('max_tokens is for hidden_layout="sharded"')
     if layout == "sharded" and given.reduce_hidden_grad is False:
         raise ValueError('reduce_hidden_grad=False is for hidden_layout="replicated"')
-    for name, value, least in (("vocab_size", given.vocab_size, 1), ("max_tokens", max_tokens, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     if not isinstance(given.reduce_hidden_grad, bool):
         raise TypeError(f"reduce_hidden_grad must be true or false, got {given.reduce_hidden_grad!r}")
     if given.normalizer is not None and options.reduction != "mean":
@@ -303,6 +313,12 @@ def _check_call(given: Given, options: LossOptions) -> None:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
         if options.skip_ignored and name in PER_TOKEN_AUX:
             raise ValueError(f"aux {name!r} is given for ignored tokens too, which skip_ignored=True never computes")
+
+
+def _count(name: str, value: int | None, least: int) -> int | None:
+    if value is not None and to_int(name, value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return None if value is None else int(value)
 
 
 def _place(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import LossOutput, linear_cross_entropy
+from .checks import checked_layout
 from .options import LossOptionsDict, checked_options, to_float
 from .shard import VocabShard
 
@@ -52,7 +53,7 @@ def attach_loss(
     Args:
         head: a module with `weight [L, H]` and optionally `bias [L]`, and no other parameters.
         group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale, options: as `linear_cross_entropy` takes
-            them. The options are checked here, the rest with the first call.
+            them. What depends on no tensor and no rank is checked here, the rest with the first call.
 
     Raises:
         TypeError: `head` has no weight, or parameters that the loss would leave out (an adapter's).
@@ -72,7 +73,7 @@ def attach_loss(
         "group": group,
         "vocab_size": vocab_size,
         "vocab_shard": vocab_shard,
-        "hidden_layout": hidden_layout,
+        "hidden_layout": checked_layout(hidden_layout),
         "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
         **options,
     }

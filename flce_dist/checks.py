@@ -70,11 +70,24 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
 
 
-def check_plain_autograd(given: Given) -> None:
+def checked_layout(hidden_layout: str) -> str:
     """
     Raises:
+        ValueError: not a layout.
+    """
+    if hidden_layout not in ("replicated", "sharded"):
+        raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {hidden_layout!r}')
+    return hidden_layout
+
+
+def check_plain_autograd(given: Given | None) -> None:
+    """
+    Args:
+        given: None in a compiled graph, whose tensors do not tell their tangents.
+
+    Raises:
         NotImplementedError: under `torch.jit.trace`; a `torch.func` transform is on; or a tensor, which is named, has a
-            tangent of forward-mode differentiation.
+            tangent of forward-mode differentiation, and in a graph may have one.
     """
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
@@ -85,6 +98,11 @@ def check_plain_autograd(given: Given) -> None:
         raise NotImplementedError("linear_cross_entropy does not work under torch.func transforms: use autograd")
     if forward_ad._current_level < 0:  # asking each tensor would be felt in small calls
         return
+    if given is None:
+        raise NotImplementedError(
+            "a compiled linear_cross_entropy may not be called in a dual level of forward-mode differentiation, of "
+            "which it has no derivative: leave the level, or do not compile it"
+        )
     for name, tensor in given._asdict().items():
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(

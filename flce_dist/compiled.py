@@ -19,10 +19,10 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
-from .checks import check_normalizer
+from .checks import check_normalizer, check_plain_autograd
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
-from .op import Gradients, Needs, check_first_derivative, compute, recompute
+from .op import Gradients, Needs, check_derivative, compute, recompute
 from .options import LossOptions, recomputes
 from .shard import VocabShard
 from .unpack import autocast, local_tensors
@@ -33,6 +33,7 @@ _INTEGER_AUX = ("predictions", "num_valid")
 
 def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and what `given.aux` names, in a graph that is being traced."""
+    _check_plain_autograd()
     given = autocast(local_tensors(given))
     aux = tuple(dict.fromkeys(given.aux))  # an operator may not return one tensor twice
     normalizer, shard = given.normalizer, given.vocab_shard
@@ -61,6 +62,11 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         needs,
     )
     return outputs[0], {name: output.detach() for name, output in zip(aux, outputs[1:], strict=False)}
+
+
+@torch.compiler.assume_constant_result
+def _check_plain_autograd() -> None:
+    check_plain_autograd(None)
 
 
 def _constant(value: Any) -> Any:
@@ -241,8 +247,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    check_first_derivative()
     grad_loss = grads[0]
+    assert grad_loss is not None
+    check_derivative(grad_loss)
     if ctx.recompute:
         gradients = _backward(grad_loss, *ctx.saved_tensors, ctx.config, ctx.needs)
     else:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import LossOutput, linear_cross_entropy
+from .checks import checked_layout
 from .options import LossOptionsDict, checked_options, options_of, to_float
 from .shard import VocabShard
 
@@ -58,7 +59,7 @@ class LinearCrossEntropyLoss(_Grouped):
         self.call: dict[str, Any] = {
             "vocab_size": vocab_size,
             "vocab_shard": vocab_shard,
-            "hidden_layout": hidden_layout,
+            "hidden_layout": checked_layout(hidden_layout),
             "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
         }
 
@@ -121,7 +122,7 @@ class VocabParallelHead(_Grouped):
         self._mesh = group if isinstance(group, DeviceMesh) else None
         process_group = group.get_group(group.ndim - 1) if isinstance(group, DeviceMesh) else group
         self.group = process_group if collectives.world_size(process_group) > 1 else None
-        self.hidden_layout = hidden_layout
+        self.hidden_layout = checked_layout(hidden_layout)
         self.hidden_grad_scale = to_float("hidden_grad_scale", hidden_grad_scale)
         self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))
         rows = self.shard.num_rows

@@ -233,11 +233,17 @@ def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor
     call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
 
 
-def check_first_derivative() -> None:
+def check_derivative(grad_loss: Tensor) -> None:
     """
     Raises:
         RuntimeError: in a backward with create_graph, whose result would lack the second derivative.
+        NotImplementedError: for a batch of upstream gradients.
     """
+    if torch._C._functorch.is_legacy_batchedtensor(grad_loss) or torch._C._functorch.is_batchedtensor(grad_loss):
+        raise NotImplementedError(
+            "linear_cross_entropy takes one upstream gradient: call autograd.grad once for each instead of with "
+            "is_grads_batched, and torch.autograd.functional.jacobian without vectorize"
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy has no second derivative: call backward or autograd.grad without create_graph"
@@ -264,7 +270,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None
-        check_first_derivative()
+        check_derivative(grad_loss)
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             scale_gradients_(ctx.call, gradients, grad_loss, ctx.factor)

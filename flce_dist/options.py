@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -235,7 +236,10 @@ def parse_bytes(name: str, value: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2] not in UNITS:
         raise ValueError(f'{name} must look like "512MiB" (units: {", ".join(u for u in UNITS if u)}), got {value!r}')
-    return int(float(match[1]) * UNITS[match[2]])
+    number = float(match[1]) * UNITS[match[2]]
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number of bytes, got {value!r}")
+    return int(number)
 
 
 def to_float(name: str, value: object) -> float:

@@ -252,6 +252,19 @@ def test_torch_func_is_a_clear_error() -> None:
         torch.func.grad(lambda x: linear_cross_entropy(x, full.weight, full.target))(full.hidden)
 
 
+@pytest.mark.parametrize(("reduction", "backward"), BACKWARDS)
+def test_a_batch_of_upstream_gradients_is_a_clear_error(reduction: str, backward: str) -> None:
+    full = leaves(Case())
+    loss = linear_cross_entropy(full.hidden, full.weight, full.target, reduction=reduction, backward=backward)
+    batch = torch.randn(3, *loss.shape)
+    with pytest.raises(NotImplementedError, match="one upstream gradient"):
+        torch.autograd.grad(loss, full.hidden, batch, is_grads_batched=True, retain_graph=True)
+    # The graph is as it was.
+    (grad,) = torch.autograd.grad(loss, full.hidden, batch[0])
+    again = linear_cross_entropy(full.hidden, full.weight, full.target, reduction=reduction, backward=backward)
+    torch.testing.assert_close(grad, torch.autograd.grad(again, full.hidden, batch[0])[0])
+
+
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias", "class_weight", "token_weight", "normalizer"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_forward_mode_is_a_clear_error(name: str, grad: bool) -> None:

@@ -205,7 +205,7 @@ LIKE_ANOTHER: list[tuple[dict[str, Any], dict[str, Any], Any, list[str]]] = [
     ({"reduce_hidden_grad": True}, {"reduce_hidden_grad": 1}, TypeError, ["reduce_hidden_grad", "1"]),
     ({"label_smoothing": 0.0}, {"label_smoothing": False}, TypeError, ["label_smoothing", "False"]),
     ({"chunk_rows": 1}, {"chunk_rows": True}, TypeError, ["chunk_rows", "True"]),
-    ({"vocab_size": 21}, {"vocab_size": 21.0}, ValueError, ["vocab_size", "21.0"]),
+    ({"vocab_size": 21}, {"vocab_size": 21.0}, TypeError, ["vocab_size", "21.0"]),
     ({"normalizer": 3.0}, {"normalizer": -3.0}, ValueError, ["normalizer", "-3.0"]),
     ({"normalizer": 1}, {"normalizer": True}, TypeError, ["normalizer", "True"]),
     ({"normalizer": 3.0}, {"normalizer": 3.0, "reduction": "sum"}, ValueError, ["normalizer", "sum"]),

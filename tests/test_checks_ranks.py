@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -150,6 +151,35 @@ def _transformed(ctx: Context, transformed: tuple[int, ...]) -> Tensor:
         return linear_cross_entropy(hidden, **keywords, group=ctx.group)
 
     return torch.func.grad(loss)(hidden) if ctx.rank in transformed else loss(hidden)
+
+
+@pytest.mark.parametrize("traced", [(0,), (0, 1)], ids=str)
+def test_a_jit_trace_is_refused_on_all_ranks(traced: tuple[int, ...], workers: Pool) -> None:
+    for rank, outcome in enumerate(workers.outcomes(2, _traced, traced, timeout=10)):
+        assert_all_raise([outcome], "NotImplementedError" if rank in traced else "ValueError", "torch.jit.trace")
+
+
+def _traced(ctx: Context, traced: tuple[int, ...]) -> Any:
+    keywords = arguments(ctx.rank, ctx.world)
+    hidden = keywords.pop("hidden")
+
+    def loss(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, **keywords, group=ctx.group)
+
+    return torch.jit.trace(loss, (hidden,)) if ctx.rank in traced else loss(hidden)
+
+
+@pytest.mark.parametrize("check_ranks", ["first", "always"])
+def test_a_size_may_be_numpys_on_one_rank(check_ranks: str, workers: Pool) -> None:
+    first, second = workers.run(2, _numpy_size, check_ranks, timeout=10)
+    assert torch.equal(first, second)
+
+
+def _numpy_size(ctx: Context, check_ranks: str) -> Any:
+    keywords = arguments(ctx.rank, ctx.world)
+    if ctx.rank == 1:
+        keywords["vocab_size"] = np.int64(keywords["vocab_size"])
+    return linear_cross_entropy(**keywords, group=ctx.group, check_ranks=check_ranks)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2, 3])

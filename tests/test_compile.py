@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
 
 from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy
 from flce_dist.attach import attach_loss
@@ -176,6 +177,37 @@ def test_second_derivatives_of_a_graph_are_an_error(reduction: str) -> None:
     torch.autograd.grad(compiled(hidden), hidden)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(compiled(hidden), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_forward_mode_through_a_graph_is_an_error(compiled_before: bool) -> None:
+    """Not a result without a tangent, which would stand for a derivative of 0."""
+    torch.compiler.reset()
+    full = make_inputs(Case())
+    compiled = torch.compile(
+        lambda hidden: linear_cross_entropy(hidden, full.weight, full.target), fullgraph=True, backend=BACKEND
+    )
+    if compiled_before:
+        compiled(full.hidden)
+    with forward_ad.dual_level(), pytest.raises(Exception, match="dual level of forward-mode"):
+        compiled(forward_ad.make_dual(full.hidden, full.hidden))
+    assert compiled(full.hidden).isfinite()
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad"])
+def test_a_transform_in_a_graph_is_an_error(transform: str) -> None:
+    torch.compiler.reset()
+    full = make_inputs(Case())
+
+    def loss(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, full.weight, full.target)
+
+    def jvp(hidden: Tensor) -> Any:
+        return torch.func.jvp(loss, (hidden,), (hidden,))
+
+    compiled = torch.compile(jvp if transform == "jvp" else torch.func.grad(loss), fullgraph=True, backend=BACKEND)
+    with pytest.raises(Exception, match=r"torch\.func transforms"):
+        compiled(full.hidden)
 
 
 @pytest.mark.parametrize("kind", ["a head", "an attached loss", "a loss"])

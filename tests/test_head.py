@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import flce_dist
 from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, count_valid_tokens
+from flce_dist.attach import attach_loss
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, make_inputs, reference_of
 from tests.kit.workers import Context, Pool
@@ -330,3 +331,17 @@ def _logits_of_own_tokens(ctx: Context) -> None:
 
 def test_logits_of_token_sharded_hidden_states_are_refused(workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _logits_of_own_tokens), "NotImplementedError", "other ranks' tokens", "gather")
+
+
+MAKE_MODULE: dict[str, Any] = {
+    "a head": lambda **options: VocabParallelHead(4, 7, **options),
+    "a loss": lambda **options: LinearCrossEntropyLoss(**options),
+    "an attached loss": lambda **options: attach_loss(nn.Linear(4, 7), **options),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE_MODULE)
+@pytest.mark.parametrize(("name", "value"), [("hidden_layout", "x"), ("hidden_grad_scale", "x"), ("softcap", -1.0)])
+def test_what_no_tensor_decides_is_checked_when_a_module_is_made(kind: str, name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        MAKE_MODULE[kind](**{name: value})

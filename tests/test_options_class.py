@@ -68,6 +68,7 @@ BAD = [
     ("logits_budget", 0, ValueError),
     ("logits_budget", "0MiB", ValueError),
     ("logits_budget", "many", ValueError),
+    ("logits_budget", "9" * 400 + "GiB", ValueError),
     ("logits_budget", "512 parsecs", ValueError),
     ("logits_budget", 1.5, TypeError),
 ]
