@@ -137,36 +137,23 @@ def _strange(ctx: Context, name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("transformed", [(0,), (1,), (0, 1)], ids=str)
-def test_a_transform_is_refused_on_all_ranks(transformed: tuple[int, ...], workers: Pool) -> None:
-    results = workers.outcomes(2, _transformed, transformed, timeout=10)
+@pytest.mark.parametrize("by", ["torch.func", "torch.jit.trace"])
+def test_a_transform_is_refused_on_all_ranks(by: str, transformed: tuple[int, ...], workers: Pool) -> None:
+    results = workers.outcomes(2, _transformed, by, transformed, timeout=10)
     for rank, outcome in enumerate(results):
-        assert_all_raise([outcome], "NotImplementedError" if rank in transformed else "ValueError", "torch.func")
+        assert_all_raise([outcome], "NotImplementedError" if rank in transformed else "ValueError", by)
 
 
-def _transformed(ctx: Context, transformed: tuple[int, ...]) -> Tensor:
+def _transformed(ctx: Context, by: str, transformed: tuple[int, ...]) -> Any:
     keywords = arguments(ctx.rank, ctx.world)
     hidden = keywords.pop("hidden")
 
     def loss(hidden: Tensor) -> Any:
         return linear_cross_entropy(hidden, **keywords, group=ctx.group)
 
-    return torch.func.grad(loss)(hidden) if ctx.rank in transformed else loss(hidden)
-
-
-@pytest.mark.parametrize("traced", [(0,), (0, 1)], ids=str)
-def test_a_jit_trace_is_refused_on_all_ranks(traced: tuple[int, ...], workers: Pool) -> None:
-    for rank, outcome in enumerate(workers.outcomes(2, _traced, traced, timeout=10)):
-        assert_all_raise([outcome], "NotImplementedError" if rank in traced else "ValueError", "torch.jit.trace")
-
-
-def _traced(ctx: Context, traced: tuple[int, ...]) -> Any:
-    keywords = arguments(ctx.rank, ctx.world)
-    hidden = keywords.pop("hidden")
-
-    def loss(hidden: Tensor) -> Any:
-        return linear_cross_entropy(hidden, **keywords, group=ctx.group)
-
-    return torch.jit.trace(loss, (hidden,)) if ctx.rank in traced else loss(hidden)
+    if ctx.rank not in transformed:
+        return loss(hidden)
+    return torch.func.grad(loss)(hidden) if by == "torch.func" else torch.jit.trace(loss, (hidden,))
 
 
 @pytest.mark.parametrize("check_ranks", ["first", "always"])
