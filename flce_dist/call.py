@@ -16,7 +16,7 @@ from .arguments import Arguments, Setting
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
-from .plan import chunk_rows, prefers_few_chunks
+from .plan import chunk_rows, narrow_chunks
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 from .unpack import under_autocast
 
@@ -100,20 +100,20 @@ def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: i
         most_columns = -(-setting.shard.vocab_size // num_ranks)
     num_tokens, hidden_size = hidden.shape
     itemsize = (options.logits_dtype or hidden.dtype).itemsize
-    few = prefers_few_chunks(options.accum_dtype, args.weight.dtype, num_ranks, needs.weight)
-
-    def rows_of(tokens: int) -> int:
-        return chunk_rows(tokens, most_columns, hidden_size, itemsize, options.budget_bytes, options.chunk_rows, few)
-
+    # Of several ranks one may not ask whether its own weight needs a gradient: others' may.
+    narrow = narrow_chunks(options.accum_dtype, args.weight.dtype) if num_ranks > 1 or needs.weight else None
+    rows_of = partial(
+        chunk_rows, max_columns=most_columns, hidden_size=hidden_size, itemsize=itemsize,
+        budget_bytes=options.budget_bytes, explicit=options.chunk_rows, narrow_chunks=narrow,
+    )  # fmt: skip
     if group is None or setting.hidden_layout == "replicated":
         return ReplicatedTokens(num_tokens, rows_of(num_tokens), group)
     max_tokens = setting.max_tokens
     if max_tokens is None or options.skip_ignored:
         max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
-    rows = rows_of(max_tokens * num_ranks)
-    if options.budget_bytes is None and options.chunk_rows is None:
-        rows += -rows % num_ranks  # rounded down, a few rows would be left for one chunk more
-    return ShardedTokens(num_tokens, max_tokens, max(1, rows // num_ranks), group)
+    return ShardedTokens(
+        num_tokens, max_tokens, rows_of(max_tokens * num_ranks, num_parts=num_ranks) // num_ranks, group
+    )
 
 
 def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:

@@ -114,8 +114,9 @@ def check_plain_autograd(given: Given | None) -> None:
 def check_weight(weight: Tensor, hidden_size: int) -> None:
     """
     Raises:
-        ValueError: not `[rows, H]`; a weight as FSDP and ZeRO-3 leave it is named as such.
+        ValueError: not `[rows, H]`, or freed; a weight as FSDP and ZeRO-3 leave it is named as such.
     """
+    check_not_freed(weight)
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
@@ -123,7 +124,7 @@ def check_weight(weight: Tensor, hidden_size: int) -> None:
 def check_not_freed(weight: Tensor) -> None:
     """
     Raises:
-        ValueError: FSDP has freed the weight's memory, which its shape does not tell.
+        ValueError: FSDP has freed the weight's memory, which its shape does not tell: it may be so in any call.
     """
     if weight.numel() > 0 and weight.untyped_storage().nbytes() == 0:
         raise ValueError(f"weight {tuple(weight.shape)} has no memory: FSDP has freed it; {_REMEDY}")

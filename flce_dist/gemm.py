@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import MAX_NARROW_CHUNKS, first_part, span
+from .plan import first_part, narrow_chunks, span
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -77,16 +77,10 @@ def hidden_grad_into(
 
 
 def accumulation_dtype(explicit: torch.dtype | None, weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
-    """The dtype of a weight gradient while it is accumulated.
-
-    Unless the user has chosen: the weight's, but float32 for bfloat16 over more than `MAX_NARROW_CHUNKS` chunks, and
-    for float16, in which a sum over many tokens may overflow where the scaled gradient would not.
-    """
-    if explicit is not None:
-        return explicit
-    if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and num_chunks > MAX_NARROW_CHUNKS):
-        return torch.float32
-    return weight_dtype
+    """The dtype of a weight gradient while it is accumulated. Unless the user has chosen: the weight's, or float32 over
+    more than `plan.narrow_chunks`."""
+    narrow = narrow_chunks(explicit, weight_dtype)
+    return explicit or (weight_dtype if narrow is None or num_chunks <= narrow else torch.float32)
 
 
 class WeightGradient:

@@ -40,9 +40,10 @@ def chunk_rows(
     itemsize: int,
     budget_bytes: int | None,
     explicit: int | None = None,
-    prefer_few: bool = False,
+    narrow_chunks: int | None = None,
+    num_parts: int = 1,
 ) -> int:
-    """Rows of a chunk: at least 1, at most `max(num_tokens, 1)`.
+    """Rows of a chunk: at least `num_parts`, at most `max(num_tokens, num_parts)`.
 
     Args:
         num_tokens: rows to split, the same on all ranks.
@@ -51,33 +52,42 @@ def chunk_rows(
         itemsize: bytes of one logit.
         budget_bytes: bytes that one chunk of logits may take; None: `default_budget`. A single row may exceed it.
         explicit: the user's choice, which wins over the budget.
-        prefer_few: `prefers_few_chunks`. The default budget then grows to `MAX_NARROW_CHUNKS` chunks, where their
-            larger logits take no more memory than the float32 accumulator that they spare would.
+        narrow_chunks: `narrow_chunks`, of a weight that needs a gradient. With more chunks than these the default
+            budget grows to what a float32 accumulator takes anyway (`_grown_rows`).
+        num_parts: ranks that bring equal parts of a chunk, of which the rows are a multiple: more by default, fewer for
+            a choice or a budget.
     """
     most = max(num_tokens, 1)
-    if explicit is not None:
-        return min(explicit, most)
     row_bytes = row_stride(max_columns) * itemsize
-    if budget_bytes is not None:
-        return _rows_within(budget_bytes, most, row_bytes)
+    if explicit is not None or budget_bytes is not None:
+        rows = min(explicit, most) if explicit is not None else _rows_within(budget_bytes or 0, most, row_bytes)
+        return max(rows - rows % num_parts, num_parts)
     rows = _rows_within(default_budget(row_bytes, hidden_size), most, row_bytes)
-    if prefer_few and -(-most // rows) > MAX_NARROW_CHUNKS:
-        few = min(most, _equal_rows(most, MAX_NARROW_CHUNKS, GROWN_MULTIPLE))
-        grad_bytes = max_columns * hidden_size * torch.bfloat16.itemsize
-        # A float32 accumulator is twice that, and has beside it first the logits, then the copy in bfloat16.
+    if narrow_chunks is not None and -(-most // rows) > narrow_chunks:
+        rows = _grown_rows(rows, most, row_bytes, max_columns * hidden_size * 2, narrow_chunks)
+    return rows + -rows % num_parts  # rounded down, a few rows would be left for one chunk more
+
+
+def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) -> int | None:
+    """Chunks up to which the gradient of a 16-bit weight is accumulated in the weight's dtype, and in float32 beyond.
+    None: any number, or the weight is wider.
+
+    Unless the user has chosen: `MAX_NARROW_CHUNKS` for bfloat16; none for float16, in which a sum over many tokens may
+    overflow where the scaled gradient would not.
+    """
+    if weight_dtype not in (torch.bfloat16, torch.float16) or accum_dtype not in (None, torch.float32):
+        return None
+    return MAX_NARROW_CHUNKS if accum_dtype is None and weight_dtype == torch.bfloat16 else 0
+
+
+def _grown_rows(rows: int, most: int, row_bytes: int, grad_bytes: int, narrow_chunks: int) -> int:
+    """Rows of a chunk that costs no more memory than `rows` and a float32 accumulator: that is twice `grad_bytes`, the
+    16-bit gradient, and has beside it first the logits, then the gradient as it is handed out."""
+    if narrow_chunks:  # which spare the accumulator
+        few = min(most, _equal_rows(most, narrow_chunks, GROWN_MULTIPLE))
         if grad_bytes + few * row_bytes <= 2 * grad_bytes + max(rows * row_bytes, grad_bytes):
             return few
-    return rows
-
-
-def prefers_few_chunks(
-    accum_dtype: torch.dtype | None, weight_dtype: torch.dtype, num_ranks: int, needs_weight: bool
-) -> bool:
-    """Whether the weight's gradient would be accumulated in bfloat16 over few chunks, and in float32 over more.
-
-    Of several ranks one may not ask whether its own weight requires grad: others' may.
-    """
-    return accum_dtype is None and weight_dtype == torch.bfloat16 and (num_ranks > 1 or needs_weight)
+    return max(rows, _rows_within(grad_bytes, most, row_bytes))
 
 
 def _rows_within(budget_bytes: int, most: int, row_bytes: int) -> int:
@@ -93,7 +103,7 @@ def _equal_rows(num_tokens: int, num_chunks: int, multiple: int) -> int:
 
 
 def default_budget(row_bytes: int, hidden_size: int) -> int:
-    """Bytes of one chunk of logits, unless few chunks are preferred: 512 MiB, or what `FULL_RATE_ROWS` take where that
+    """Bytes of one chunk of logits, unless it grows (`_grown_rows`): 512 MiB, or what `FULL_RATE_ROWS` take where that
     is more, but for small hidden sizes no more rows than `hidden_size`, which is what the weight's gradient takes
     beside it."""
     return max(512 * 2**20, min(FULL_RATE_ROWS, hidden_size) * row_bytes)

@@ -139,11 +139,11 @@ def test_what_is_measured_follows_from_a_methods_options(monkeypatch: pytest.Mon
     assert graphs == [*floors, "flce (graph)", "wide (graph)"]
 
 
-@pytest.mark.parametrize(("more", "expected"), [([], [128, 32, 32]), (["--forward-only"], [32, 32, 32])], ids=str)
+@pytest.mark.parametrize(("more", "expected"), [([], [128, 32, 64]), (["--forward-only"], [32, 32, 32])], ids=str)
 def test_rows_of_the_default_budget_are_those_of_the_loop(
     more: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 rows, but two chunks where they spare a float32 accumulator."""
+    """32 rows, but two chunks where they spare a float32 accumulator, and 64 rows beside one."""
     monkeypatch.setattr(plan, "default_budget", lambda *_: 32 * 256 * 2)
     monkeypatch.setattr(plan, "GROWN_MULTIPLE", 128)
     args = parse_arguments([*QUICK, *more, "--methods", "flce,flce-narrow,flce-fp32-accum"])

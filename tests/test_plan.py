@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy, plan
-from flce_dist.gemm import WeightGradient, accumulation_dtype
+from flce_dist.gemm import WeightGradient
 from tests.kit import compare
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
@@ -80,14 +80,10 @@ def test_free_memory_is_no_input() -> None:
         "itemsize",
         "budget_bytes",
         "explicit",
-        "prefer_few",
+        "narrow_chunks",
+        "num_parts",
     ]
-    assert list(inspect.signature(plan.prefers_few_chunks).parameters) == [
-        "accum_dtype",
-        "weight_dtype",
-        "num_ranks",
-        "needs_weight",
-    ]
+    assert list(inspect.signature(plan.narrow_chunks).parameters) == ["accum_dtype", "weight_dtype"]
 
 
 def test_chunks_are_equal() -> None:
@@ -125,7 +121,7 @@ def test_the_default_budget(tokens: int, columns: int, hidden_size: int, itemsiz
         (8192, 128256, 4096, 2, 4096),
         (8192, 128256, 4096, 4, 4096),
         (16384, 131072, 4096, 2, 8192),  # 3 GiB either way
-        (16640, 131072, 4096, 2, 1920),  # 8320 rows would take 3.03 GiB
+        (16640, 131072, 4096, 2, 3328),  # 8320 rows would take 3.03 GiB; a float32 sum leaves room for 4096
         (8192, 256000, 2304, 2, 4096),
         (8192, 256000, 768, 2, 1024),  # 4096 rows would take five times as much as the gradient
         (1000, 10**6, 4096, 2, 1000),  # one chunk
@@ -137,41 +133,76 @@ def test_the_default_budget(tokens: int, columns: int, hidden_size: int, itemsiz
 def test_the_default_budget_grows_to_two_chunks(
     tokens: int, columns: int, hidden_size: int, itemsize: int, rows: int
 ) -> None:
-    assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, prefer_few=True) == rows
+    assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, narrow_chunks=2) == rows
 
 
-def test_few_chunks_take_no_more_memory_than_a_float32_accumulator() -> None:
-    """The weight's gradient and the logits of two chunks, or a gradient twice as large with, beside it, first the
-    logits and then the copy in bfloat16. One or two chunks are left as they are."""
+@pytest.mark.parametrize(
+    ("tokens", "columns", "hidden_size", "rows"),
+    [(8192, 128256, 4096, 4096), (8192, 128256, 1024, 2048), (300, 128256, 4096, 300), (8192, 16032, 4096, 8192)],
+)
+def test_the_default_budget_grows_beside_a_float32_sum(tokens: int, columns: int, hidden_size: int, rows: int) -> None:
+    assert plan.chunk_rows(tokens, columns, hidden_size, 2, None, narrow_chunks=0) == rows
+
+
+@pytest.mark.parametrize("narrow", [0, 1, 2])
+def test_what_grows_takes_no_more_memory_than_a_float32_accumulator(narrow: int) -> None:
+    """The weight's gradient and the logits of few chunks; or a gradient twice as large with, beside it, first the
+    logits and then the copy in 16 bits. Chunks that are few are left as they are."""
     for tokens, columns, itemsize, hidden_size in itertools.product(TOKENS, COLUMNS, (2, 4), (64, 768, 4096)):
-        many = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None)
-        few = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, prefer_few=True)
+        small = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None)
+        grown = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, narrow_chunks=narrow)
         row_bytes, gradient = plan.row_stride(columns) * itemsize, columns * hidden_size * 2
-        if few != many:
-            assert -(-tokens // many) > 2 == -(-tokens // few)
-            assert gradient + few * row_bytes <= 2 * gradient + max(many * row_bytes, gradient)
-        elif tokens > 2 * many:
-            grown = tokens // 2 + plan.GROWN_MULTIPLE
-            assert gradient + grown * row_bytes > 2 * gradient + max(many * row_bytes, gradient)
+
+        def peak(rows: int, tokens: int = tokens, row_bytes: int = row_bytes, gradient: int = gradient) -> int:
+            if -(-tokens // rows) <= narrow:
+                return gradient + rows * row_bytes
+            return 2 * gradient + max(rows * row_bytes, gradient)
+
+        assert small <= grown
+        if -(-tokens // small) <= narrow:
+            assert grown == small
+        else:
+            assert peak(grown) <= peak(small)
+            few = tokens // max(narrow, 1) + plan.GROWN_MULTIPLE
+            assert (
+                grown >= min(tokens, few)
+                or narrow == 0
+                or gradient + few * row_bytes > peak(small)
+                or (-(-tokens // grown) <= narrow)
+            )
 
 
 def test_a_choice_of_the_user_is_not_changed() -> None:
     for tokens, columns, itemsize, budget in GRID:
         chosen = plan.chunk_rows(tokens, columns, 4096, itemsize, budget)
-        assert plan.chunk_rows(tokens, columns, 4096, itemsize, budget, prefer_few=True) == chosen
-        assert plan.chunk_rows(tokens, columns, 4096, itemsize, None, 5, prefer_few=True) == max(1, min(5, tokens))
+        for narrow in (0, 2):
+            assert plan.chunk_rows(tokens, columns, 4096, itemsize, budget, narrow_chunks=narrow) == chosen
+            rows = plan.chunk_rows(tokens, columns, 4096, itemsize, None, 5, narrow_chunks=narrow)
+            assert rows == max(1, min(5, tokens))
 
 
-def test_who_prefers_few_chunks() -> None:
-    """A bfloat16 gradient that is accumulated in bfloat16 over two chunks and in float32 over three; of several ranks
-    whatever this one needs."""
-    for dtype, chosen in itertools.product((torch.bfloat16, torch.float16, torch.float32, torch.float64), (None, 0)):
-        accum_dtype = None if chosen is None else dtype
-        widens = accumulation_dtype(accum_dtype, dtype, 2) != accumulation_dtype(accum_dtype, dtype, 3)
-        assert plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=1, needs_weight=True) == widens
-        for needs_weight in (False, True):
-            assert plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=2, needs_weight=needs_weight) == widens
-        assert not plan.prefers_few_chunks(accum_dtype, dtype, num_ranks=1, needs_weight=False)
+@pytest.mark.parametrize("num_parts", [1, 3, 8])
+def test_rows_are_a_multiple_of_the_ranks_that_bring_them(num_parts: int) -> None:
+    for tokens, columns, itemsize, budget in GRID:
+        if tokens % num_parts:
+            continue
+        whole = plan.chunk_rows(tokens, columns, 4096, itemsize, budget)
+        rows = plan.chunk_rows(tokens, columns, 4096, itemsize, budget, num_parts=num_parts)
+        assert rows % num_parts == 0
+        assert rows == num_parts or whole - num_parts < rows <= whole
+        default = plan.chunk_rows(tokens, columns, 4096, itemsize, None)
+        rows = plan.chunk_rows(tokens, columns, 4096, itemsize, None, num_parts=num_parts)
+        assert rows % num_parts == 0
+        assert default <= rows < default + num_parts
+
+
+def test_up_to_how_many_chunks_a_gradient_is_accumulated_in_its_own_dtype() -> None:
+    narrow = plan.narrow_chunks
+    assert [narrow(None, torch.bfloat16), narrow(None, torch.float16)] == [2, 0]
+    assert [narrow(torch.float32, dtype) for dtype in (torch.bfloat16, torch.float16)] == [0, 0]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert narrow(dtype, dtype) is None
+    assert narrow(None, torch.float32) is narrow(None, torch.float64) is None
 
 
 TOKENS_OF_A_CALL, WIDTH, ROWS_OF_A_RANK = 256, 64, 256
@@ -198,8 +229,9 @@ def rows_of_chunks(
 def test_the_loop_has_two_chunks_where_they_spare_a_float32_accumulator() -> None:
     assert rows_of_chunks() == [128] * 2
     assert rows_of_chunks(reduction="none") == [128] * 2, "gradients are made in backward"
-    assert rows_of_chunks(dtype=torch.float16) == rows_of_chunks(dtype=torch.float32) == [32] * 8
-    assert rows_of_chunks(accum_dtype=torch.bfloat16) == rows_of_chunks(accum_dtype=torch.float32) == [32] * 8
+    assert rows_of_chunks(dtype=torch.float32) == rows_of_chunks(accum_dtype=torch.bfloat16) == [32] * 8
+    beside_a_float32_sum = [64] * 4  # what the copy of the gradient takes in the end
+    assert rows_of_chunks(dtype=torch.float16) == rows_of_chunks(accum_dtype=torch.float32) == beside_a_float32_sum
     assert rows_of_chunks(logits_budget="16KiB") == [32] * 8
     assert rows_of_chunks(chunk_rows=64) == [64] * 4
 
@@ -213,6 +245,9 @@ def test_a_head_without_a_gradient_keeps_small_chunks_on_one_rank() -> None:
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)], ids=str)
 def test_ranks_cut_alike_whatever_needs_a_gradient(frozen: tuple[int, ...], workers: Pool) -> None:
     assert workers.run(2, rows_of_chunks, torch.bfloat16, frozen) == [[128] * 2] * 2
+
+
+def test_ranks_cut_alike_in_evaluation(workers: Pool) -> None:
     assert workers.run(2, _without_grad) == [[128] * 2] * 2
 
 

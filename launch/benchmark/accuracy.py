@@ -68,11 +68,12 @@ def reference(
         at = slice(start, start + rows)
         x = hidden[at].to(wide)
         logits = (x @ weight.t()).requires_grad_()
-        losses.append(loss_of(logits, target[at]))
-        (grad,) = torch.autograd.grad(losses[-1], logits)
+        loss = loss_of(logits, target[at])
+        (grad,) = torch.autograd.grad(loss, logits)
+        losses.append(loss.detach())  # its graph would keep the logits
         hidden_grad[at] = grad @ weight
         weight_grad[: problem.shard.num_columns].addmm_(grad[:, mine].t(), x)
-    return Reference(torch.stack(losses).sum().detach(), hidden_grad, weight_grad)
+    return Reference(torch.stack(losses).sum(), hidden_grad, weight_grad)
 
 
 class References:

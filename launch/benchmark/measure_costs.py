@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flce_dist import VocabShard, collectives
 from flce_dist.backend import row_kernels
-from flce_dist.gemm import WeightGradient, accumulation_dtype, hidden_grad_into, logits_into
+from flce_dist.gemm import WeightGradient, hidden_grad_into, logits_into
 from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
 from flce_dist.plan import logits_buffer
 
@@ -56,7 +56,7 @@ class Chunk:
 
     def run(self, marks: measure.Marks) -> None:
         work, kernels, logits, stats = self.work, self._kernels, self._logits, self._stats
-        accumulator = accumulation_dtype(None, self._dtype, work.num_chunks)
+        accumulator = torch.float32 if work.accumulator_itemsize == 4 else self._dtype
         weight_grad = WeightGradient(self._weight, work.columns, accumulator, True, False)
         marks.mark("")
         logits_into(logits, self._x, self._weight, None, 1.0)

@@ -10,7 +10,7 @@ import torch
 
 from flce_dist import linear_cross_entropy
 from flce_dist.gemm import accumulation_dtype
-from flce_dist.plan import chunk_rows, prefers_few_chunks, row_stride
+from flce_dist.plan import chunk_rows, narrow_chunks, row_stride
 from tests.gpu.support import extra_peak, free_memory
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +22,8 @@ VOCAB, WIDTH = 128256, 2048
 def rows_by_default(
     tokens: int, itemsize: int = 2, accum_dtype: torch.dtype | None = None, needs_weight: bool = True
 ) -> int:
-    few = prefers_few_chunks(accum_dtype, torch.bfloat16, 1, needs_weight)
-    return chunk_rows(tokens, VOCAB, WIDTH, itemsize, None, prefer_few=few)
+    narrow = narrow_chunks(accum_dtype, torch.bfloat16) if needs_weight else None
+    return chunk_rows(tokens, VOCAB, WIDTH, itemsize, None, narrow_chunks=narrow)
 
 
 def logits_bytes(tokens: int) -> int:
