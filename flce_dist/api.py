@@ -90,7 +90,8 @@ def linear_cross_entropy(
         IndexError: on all ranks, a target is outside `[0, vocab_size)` and not `ignore_index`, on CPU. On a GPU it is a
             device-side assertion.
         NotImplementedError: under a `torch.func` transform or `torch.jit.trace`, or a tensor carries a tangent of
-            forward-mode differentiation.
+            forward-mode differentiation; in backward for a batch of upstream gradients.
+        RuntimeError: in backward, with `create_graph`, or where it needs inputs again that were freed or written to.
     """
     given = Given(
         hidden, weight, target, bias, class_weight, token_weight, normalizer, group, vocab_size, vocab_shard,

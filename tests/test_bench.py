@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import Tensor
 
 import bench
 import bench_fsdp_head
@@ -446,6 +448,24 @@ def test_the_reference_is_the_oracle(loss: dict[str, Any], monkeypatch: pytest.M
     compare.assert_close(found.loss, expected.loss, 1e-12, "loss")
     compare.assert_close(found.hidden_grad, expected.hidden_grad, 1e-12, "hidden gradient")
     compare.assert_close(found.weight_grad, expected.weight_grad, 1e-12, "weight gradient")
+
+
+def test_the_reference_holds_the_logits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK_BYTES", 4 * 8 * TINY.vocab_size)
+    chunks: list[weakref.ref[Tensor]] = []
+    alive = []
+    whole = torch.autograd.grad
+
+    def grad(loss: Tensor, logits: Tensor) -> Any:
+        chunks.append(weakref.ref(logits))
+        alive.append(sum(chunk() is not None for chunk in chunks))
+        return whole(loss, logits)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    given = problem()
+    accuracy.reference(given, given.weight)
+    assert len(alive) > 3
+    assert max(alive) == 1
 
 
 def test_a_method_is_compared_with_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

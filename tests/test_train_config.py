@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("yaml", reason="the trainer's tests need the [train] extra")
 
@@ -151,6 +154,31 @@ def test_quickstart_makes_at_least_four_chunks_a_step() -> None:
     columns = VocabShard.even(config.tokenizer.vocab_size, 0, 2).num_columns
     rows = chunk_rows(tokens, columns, 64, 4, options.budget_bytes, options.chunk_rows)
     assert tokens / rows >= 4
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 128), ("float32", 32)])
+def test_rows_of_the_summary_are_those_of_the_loop(dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 rows, but two chunks where they spare a float32 accumulator."""
+    from flce_dist import VocabParallelHead, plan
+    from tests.kit.trace import Trace
+    from trainer.model import logits_facts
+
+    width, vocab_size, tokens = 64, 256, 256
+    parameters = getattr(torch, dtype)
+    monkeypatch.setattr(plan, "default_budget", lambda *_: 32 * vocab_size * parameters.itemsize)
+    monkeypatch.setattr(plan, "GROWN_MULTIPLE", 128)
+    head = VocabParallelHead(width, vocab_size, dtype=parameters)
+    text = SimpleNamespace(vocab_size=vocab_size, hidden_size=width)
+    causal_lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    model: Any = SimpleNamespace(head=head, causal_lm=causal_lm)
+    assert logits_facts(override(), model, tokens)["chunk_rows"] == rows
+    hidden = torch.zeros(tokens, width, dtype=parameters, requires_grad=True)
+    with Trace() as trace:
+        head(hidden, torch.zeros(tokens, dtype=torch.int64))
+    products = [
+        left[0] for left, right, *_ in (e.shapes for e in trace.matrix_products) if right == (width, vocab_size)
+    ]
+    assert products == [rows] * (tokens // rows)
 
 
 def dotted_keys(cls: type, where: str = "") -> list[str]:
