@@ -8,9 +8,10 @@ own checks in a later call; the others then wait for the process group's timeout
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,14 +77,15 @@ def agree(
             raise error
         return None if vocab_size is None else known.get(vocab_size)
     summary = None
-    if error is None:
-        try:
-            summary = summarize()
-        except Exception as caught:  # raised below, once the other ranks know
-            error = caught
-    answers = collectives.all_gather_object(
-        (None if error is None else f"{type(error).__name__}: {error}", summary), group
-    )
+    with torch._C._DisableFuncTorch(), _no_jit_trace():  # a rank under either is refused, and has to tell the others
+        if error is None:
+            try:
+                summary = summarize()
+            except Exception as caught:  # raised below, once the other ranks know
+                error = caught
+        answers = collectives.all_gather_object(
+            (None if error is None else f"{type(error).__name__}: {error}", summary), group
+        )
     if error is not None:
         raise error
     for rank, (text, _) in enumerate(answers):
@@ -97,6 +99,18 @@ def agree(
     most_columns = max(s.shard.num_columns for s in summaries)
     known[vocab_size] = Agreed(most_columns, len({s.differentiates for s in summaries}) == 1)
     return known[vocab_size]
+
+
+@contextlib.contextmanager
+def _no_jit_trace() -> Iterator[None]:
+    state = torch._C._get_tracing_state()
+    if state is not None:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if state is not None:
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def _disagreement(summaries: list[Summary]) -> str | None:

@@ -3,10 +3,9 @@ checked on this rank, and what follows from all but the tensors' contents rememb
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -178,7 +177,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         hidden_layout=given.hidden_layout,
         max_tokens=max_tokens,
         reduce_hidden_grad=given.reduce_hidden_grad,
-        hidden_grad_scale=float(given.hidden_grad_scale),
+        hidden_grad_scale=to_float("hidden_grad_scale", given.hidden_grad_scale),
         aux=tuple(dict.fromkeys(given.aux)),
         rows=row_kernels(options.backend, hidden.device),
         spec=RowSpec(
@@ -218,28 +217,15 @@ def checked_arguments(
         return _present(args), None
     # A rank whose tensors are elsewhere than the others' may be alone with that.
     on_host = all(t.device.type in ("cpu", "meta") for t in given[:3] if isinstance(t, Tensor))
-    with torch._C._DisableFuncTorch(), _no_jit_trace():  # a rank that is refused has to tell the others
-        agreed = agreement.agree(
-            group,
-            str(given.options.get("check_ranks", "auto")),
-            on_host,
-            _named_vocab_size(given),
-            error,
-            lambda: summarize(_present(args), compiled_needs),
-        )
+    agreed = agreement.agree(
+        group,
+        str(given.options.get("check_ranks", "auto")),
+        on_host,
+        _named_vocab_size(given),
+        error,
+        lambda: summarize(_present(args), compiled_needs),
+    )
     return _present(args), agreed
-
-
-@contextlib.contextmanager
-def _no_jit_trace() -> Iterator[None]:
-    state = torch._C._get_tracing_state()
-    if state is not None:
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if state is not None:
-            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def _named_vocab_size(given: Given) -> int | None:
@@ -295,8 +281,7 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
 
 
 def _check_call(given: Given, options: LossOptions) -> None:
-    layout = given.hidden_layout
-    checks.checked_layout(layout)
+    layout = checks.checked_layout(given.hidden_layout)
     if layout == "replicated" and given.max_tokens is not None:
         raise ValueError('max_tokens is for hidden_layout="sharded"')
     if layout == "sharded" and given.reduce_hidden_grad is False:
@@ -305,7 +290,6 @@ def _check_call(given: Given, options: LossOptions) -> None:
         raise TypeError(f"reduce_hidden_grad must be true or false, got {given.reduce_hidden_grad!r}")
     if given.normalizer is not None and options.reduction != "mean":
         raise ValueError(f'normalizer replaces the divisors of reduction="mean", got reduction={options.reduction!r}')
-    to_float("hidden_grad_scale", given.hidden_grad_scale)
     if isinstance(given.aux, str) or not isinstance(given.aux, Sequence):
         raise TypeError(f"aux must be a sequence of names, got {given.aux!r}")
     for name in given.aux:
@@ -316,9 +300,12 @@ def _check_call(given: Given, options: LossOptions) -> None:
 
 
 def _count(name: str, value: int | None, least: int) -> int | None:
-    if value is not None and to_int(name, value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    count = to_int(name, value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
 
 
 def _place(

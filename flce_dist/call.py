@@ -16,7 +16,7 @@ from .arguments import Arguments, Setting
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
-from .plan import chunk_rows, narrow_chunks
+from .plan import chunk_rows, planned_narrow_chunks
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 from .unpack import under_autocast
 
@@ -100,8 +100,7 @@ def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: i
         most_columns = -(-setting.shard.vocab_size // num_ranks)
     num_tokens, hidden_size = hidden.shape
     itemsize = (options.logits_dtype or hidden.dtype).itemsize
-    # Of several ranks one may not ask whether its own weight needs a gradient: others' may.
-    narrow = narrow_chunks(options.accum_dtype, args.weight.dtype) if num_ranks > 1 or needs.weight else None
+    narrow = planned_narrow_chunks(options.accum_dtype, args.weight.dtype, num_ranks, needs.weight)
     rows_of = partial(
         chunk_rows, max_columns=most_columns, hidden_size=hidden_size, itemsize=itemsize,
         budget_bytes=options.budget_bytes, explicit=options.chunk_rows, narrow_chunks=narrow,

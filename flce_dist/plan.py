@@ -52,8 +52,8 @@ def chunk_rows(
         itemsize: bytes of one logit.
         budget_bytes: bytes that one chunk of logits may take; None: `default_budget`. A single row may exceed it.
         explicit: the user's choice, which wins over the budget.
-        narrow_chunks: `narrow_chunks`, of a weight that needs a gradient. With more chunks than these the default
-            budget grows to what a float32 accumulator takes anyway (`_grown_rows`).
+        narrow_chunks: `planned_narrow_chunks`. With more chunks than these the default budget grows to what a float32
+            accumulator takes anyway (`_grown_rows`).
         num_parts: ranks that bring equal parts of a chunk, of which the rows are a multiple: more by default, fewer for
             a choice or a budget.
     """
@@ -78,6 +78,14 @@ def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) ->
     if weight_dtype not in (torch.bfloat16, torch.float16) or accum_dtype not in (None, torch.float32):
         return None
     return MAX_NARROW_CHUNKS if accum_dtype is None and weight_dtype == torch.bfloat16 else 0
+
+
+def planned_narrow_chunks(
+    accum_dtype: torch.dtype | None, weight_dtype: torch.dtype, num_ranks: int, needs_weight: bool
+) -> int | None:
+    """`narrow_chunks`, and None where no weight gradient is made. Of several ranks one may not ask whether its own
+    weight needs a gradient: others' may."""
+    return narrow_chunks(accum_dtype, weight_dtype) if num_ranks > 1 or needs_weight else None
 
 
 def _grown_rows(rows: int, most: int, row_bytes: int, grad_bytes: int, narrow_chunks: int) -> int:

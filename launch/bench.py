@@ -29,7 +29,7 @@ from benchmark.ranks import Ranks, exit_process
 from benchmark.report import Row
 from flce_dist.options import LossOptions, parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
-from flce_dist.plan import narrow_chunks
+from flce_dist.plan import planned_narrow_chunks
 
 SWEEP_FACTORS = {"tokens": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2), "vocab": (1 / 8, 1 / 4, 1 / 2, 1, 2)}
 SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
@@ -152,9 +152,9 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
             if method.chunked and not args.skip_ignored:  # which leaves fewer rows than these to be cut
                 itemsize = method.logits_itemsize(problem.hidden.dtype)
                 columns = -(-shape.vocab_size // problem.num_ranks)
-                narrow = narrow_chunks(method.options.get("accum_dtype"), problem.weight.dtype)
-                if forward_only and problem.num_ranks == 1:
-                    narrow = None
+                narrow = planned_narrow_chunks(
+                    method.options.get("accum_dtype"), problem.weight.dtype, problem.num_ranks, not forward_only
+                )
                 rows = planned_rows(
                     shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows"), narrow,
                     problem.num_ranks if method.options.get("sharded_tokens") else 1,

@@ -18,7 +18,7 @@ from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_accumulation
 from flce_dist.integrations.transformers import apply
-from flce_dist.plan import chunk_rows, narrow_chunks
+from flce_dist.plan import chunk_rows, planned_narrow_chunks
 
 from .config import loss_options
 from .schema import Config, ConfigError
@@ -192,7 +192,7 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
     columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
     loop_tokens = tokens * ranks if layout == "sharded" else tokens
     hidden_size = model.causal_lm.config.get_text_config().hidden_size  # under ZeRO-3 the weight has no shape
-    narrow = narrow_chunks(options.accum_dtype, weight_dtype) if ranks > 1 or head.weight.requires_grad else None
+    narrow = planned_narrow_chunks(options.accum_dtype, weight_dtype, ranks, head.weight.requires_grad)
     rows = chunk_rows(
         loop_tokens, columns, hidden_size, dtype.itemsize, options.budget_bytes, options.chunk_rows, narrow,
         ranks if layout == "sharded" else 1,
