@@ -22,9 +22,15 @@ SPECS = {
     "plain": RowSpec(),
     "all": RowSpec(softcap=15.0, uniform=True, argmax=True, entropy=True, token_scaling=True),
 }
-POINTERS = {"logits": "*bf16", "grad": "*bf16", "target": "*i64", "x": "*bf16", "host_factor": "fp32"}
-FLOATS = ("stats", "out", "target_weight", "factor")
-OPTIONAL = ("uniform_weight", "square_weight", "column_weight", "residual")
+TYPES = {
+    **dict.fromkeys(("logits", "grad", "a", "b"), "*bf16"),
+    **dict.fromkeys(("target", "ids"), "*i64"),
+    **dict.fromkeys(("valid", "all_owned"), "*i1"),
+    **dict.fromkeys(("host_factor_a", "host_factor_b"), "fp32"),
+    "ignore_index": "i64",
+}
+FLOATS = ("stats", "out", "target_weight", "target_weights", "share", "loss", "factor")
+OPTIONAL = ("uniform_weight", "uniform_weights", "square_weight", "square_weights", "column_weight", "residual")
 ROW_KERNELS = ("_row_stats_kernel", "_row_grad_kernel", "_row_stats_grad_kernel")
 
 
@@ -39,7 +45,7 @@ def compile_for(target: GPUTarget, name: str, flags: dict[str, Any], optional: b
         elif argument in FLOATS or argument in OPTIONAL:
             signature[argument] = "*fp32"
         else:
-            signature[argument] = POINTERS.get(argument, "i32")
+            signature[argument] = TYPES.get(argument, "i32")
         if argument in ("logits", "grad", "logits_stride", "grad_stride"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     assert all(name in kernel.arg_names for name in flags), f"{set(flags) - set(kernel.arg_names)} are no arguments"
@@ -64,11 +70,20 @@ def test_row_kernels_compile(spec: str, name: str, target: str, columns: int) ->
         "SOFTCAP": row_spec.softcap,
         "TOKEN_SCALING": row_spec.token_scaling,
         "IN_PLACE": True,
-        "ACC": triton_rows._acc(torch.bfloat16),
         "BLOCK": settings["BLOCK"],
-        **triton_rows._stat_rows(row_spec),
+        **row_spec.stat_rows,
     }
     flags = {key: value for key, value in known.items() if key in getattr(triton_rows, name).arg_names}
     assert settings["num_warps"] * TARGETS[target].warp_size <= 1024, "more threads than a block may have"
     compiled = compile_for(TARGETS[target], name, flags, spec == "all", settings["num_warps"])
     assert {"cubin", "hsaco"} & set(compiled)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", [name for name in vars(triton_rows) if name.endswith("_kernel")])
+def test_all_kernels_compile_with_all_features(name: str, target: str) -> None:
+    spec = SPECS["all"]
+    known = {"MEAN": True, "NUM_STATS": spec.num_stats, "SOFTCAP": spec.softcap, "TOKEN_SCALING": True}
+    known |= {"IN_PLACE": False, "BLOCK": 512, **spec.stat_rows}
+    flags = {key: value for key, value in known.items() if key in getattr(triton_rows, name).arg_names}
+    assert {"cubin", "hsaco"} & set(compile_for(TARGETS[target], name, flags, True, 1))

@@ -75,7 +75,7 @@ def test_what_triton_compiles_anew_is_another_variant(name: str, target: str, mo
         chosen: dict[Any, Any] = {}
         for value in ARGUMENTS[kind_of(parameter.name)]:
             specialization = binder(**{**plain, parameter.name: value})[1]
-            known = chosen.setdefault(launch._passed(value)[1], specialization)
+            known = chosen.setdefault(tuple(launch.passed([value])[1]), specialization)
             assert known == specialization, (parameter.name, value)
 
 

@@ -6,7 +6,7 @@ as launching a variant that is known (26 to 45 µs and 9 µs on machines with an
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, num_war
     """
     first = args[0]
     assert isinstance(first, Tensor)
-    values, kinds = zip(*map(_passed, args), strict=True)
-    key = (kernel, first.device, num_warps, *constants.values(), *kinds)
+    values, kinds = passed(args)
+    key = (kernel.fn, first.device, num_warps, *constants.values(), *kinds)
     variant = _variants.get(key)
     if variant is not None:
         variant[(num_programs, 1, 1)](*values, *constants.values())
@@ -37,19 +37,28 @@ def launch(kernel: Any, num_programs: int, *args: Tensor | float | None, num_war
         _variants[key] = variant
 
 
-def _passed(arg: Tensor | float | None) -> tuple[float | None, Hashable]:
-    """An argument as a known variant takes it, and all of it that Triton may compile another variant for.
+def passed(args: Sequence[Tensor | float | None]) -> tuple[list[float | None], list[Hashable]]:
+    """Arguments as a known variant takes them, and all of them that Triton may compile another variant for.
 
     A tensor's address spares Triton to ask for it, and then the driver whether it is one.
     """
-    if isinstance(arg, Tensor):
-        address = arg.data_ptr()
-        # AMD's compiler addresses what takes less than 2 GiB with 32 bits.
-        is_short = torch.version.hip is not None and arg.untyped_storage().nbytes() < 2**31
-        return address, (arg.dtype, address % 16 == 0, is_short)
-    if isinstance(arg, int):
-        return arg, (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31)
-    return arg, None if arg is None else float
+    values: list[float | None] = []
+    kinds: list[Hashable] = []
+    on_amd = torch.version.hip is not None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            values.append(address)
+            kinds += (arg.dtype, address % 16)
+            if on_amd:  # its compiler addresses what takes less than 2 GiB with 32 bits
+                kinds.append(arg.untyped_storage().nbytes() < 2**31)
+            continue
+        values.append(arg)
+        if isinstance(arg, int):
+            kinds += (arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31)
+        else:
+            kinds.append(None if arg is None else float)
+    return values, kinds
 
 
 def forget() -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,16 @@ class RowSpec:
     @property
     def entropy_row(self) -> int:
         return OWNED + 1 + 2 * self.uniform + self.argmax if self.entropy else -1
+
+    @cached_property
+    def stat_rows(self) -> dict[str, int]:
+        """The rows above as the Triton kernels' constants."""
+        return {
+            "WEIGHTED": self.weighted_sum_row,
+            "WEIGHT": self.weight_sum_row,
+            "ARGMAX": self.argmax_row,
+            "ENTROPY": self.entropy_row,
+        }
 
     @property
     def num_stats(self) -> int:

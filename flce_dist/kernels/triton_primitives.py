@@ -84,7 +84,7 @@ def load_tile(
 def scan_row(
     row, out, out_stride, target, column_weight, num_columns, first_column,
     SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics of one row to `out`; returns max, others, target's logit, whether it is here, and sum of
     column weights.
@@ -92,6 +92,7 @@ def scan_row(
     A tile is folded into lanes of one wide load each, which stay in a thread: the threads meet once a row, not once a
     tile. The lanes are then combined as ranks are (`_combine_kernel`).
     """
+    ACC: tl.constexpr = out.dtype.element_ty
     # These features look at the target's column too, or at what -inf would become.
     MARKED: tl.constexpr = SOFTCAP is None and WEIGHTED < 0 and ARGMAX < 0
     WIDTH: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
@@ -166,10 +167,11 @@ def scan_row(
 def grad_row(
     row, grad, target, m, others, at_target, owned, weight_sum, target_weight, uniform_weights, square_weights, i,
     column_weight, residual, num_columns, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of row `i`; `uniform_weights` and `square_weights` point to all rows' coefficients, or are
     None, and so does `residual` to the sums of what rounding added."""
+    ACC: tl.constexpr = others.dtype
     MARKED: tl.constexpr = SOFTCAP is None and uniform_weights is None
     target_exp = exp_of_target(m, at_target, owned)
     s = others + target_exp

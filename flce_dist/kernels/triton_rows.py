@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import torch_rows
 from .launch import launch
-from .spec import RowSpec, RowWeights, stats_dtype
+from .spec import RowSpec, RowWeights
 from .triton_primitives import (
     MAX_ROW,
     OTHERS_ROW,
@@ -38,12 +38,12 @@ _UNALIGNED = ["stats", "target", "target_weight", "uniform_weight", "square_weig
 def _row_stats_kernel(
     logits, logits_stride, stats, stats_stride, target, column_weight, num_columns, first_column,
     SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     scan_row(
         logits + i * logits_stride, stats + i, stats_stride, load_column(target + i, num_columns), column_weight,
-        num_columns, first_column, SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
+        num_columns, first_column, SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, BLOCK,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def _row_stats_kernel(
 def _row_grad_kernel(
     logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_weight, uniform_weight,
     square_weight, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHT: tl.constexpr,
-    TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     stats += i
@@ -63,7 +63,7 @@ def _row_grad_kernel(
         tl.load(stats + MAX_ROW * stats_stride), tl.load(stats + OTHERS_ROW * stats_stride),
         tl.load(stats + TARGET_ROW * stats_stride), tl.load(stats + OWNED_ROW * stats_stride), weight_sum,
         tl.load(target_weight + i), uniform_weight, square_weight, i, column_weight, residual, num_columns,
-        SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
+        SOFTCAP, TOKEN_SCALING, IN_PLACE, BLOCK,
     )  # fmt: skip
 
 
@@ -72,29 +72,30 @@ def _row_stats_grad_kernel(
     logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_weight, uniform_weight,
     square_weight, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr,
     WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, TOKEN_SCALING: tl.constexpr,
-    IN_PLACE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * logits_stride
     t = load_column(target + i, num_columns)
     m, others, at_target, owned, weight_sum = scan_row(
         row, stats + i, stats_stride, t, column_weight, num_columns, 0,
-        SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, ACC, BLOCK,
+        SOFTCAP, WEIGHTED, WEIGHT, ARGMAX, ENTROPY, BLOCK,
     )  # fmt: skip
     # Every thread has read the target's logit above; where the row has no marks, it is overwritten below.
     tl.debug_barrier()
     grad_row(
         row, grad + i * grad_stride, t, m, others, at_target, owned, weight_sum, tl.load(target_weight + i),
         uniform_weight, square_weight, i, column_weight, residual, num_columns,
-        SOFTCAP, TOKEN_SCALING, IN_PLACE, ACC, BLOCK,
+        SOFTCAP, TOKEN_SCALING, IN_PLACE, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["out_stride", "num_ranks", "num_rows"], do_not_specialize_on_alignment=["out"])
 def _combine_kernel(
     stats, out, out_stride, num_ranks, num_rows, NUM_STATS: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT: tl.constexpr,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    ACC: tl.constexpr = stats.dtype.element_ty
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_rows
     m = tl.full((BLOCK,), float("-inf"), ACC)
@@ -155,16 +156,17 @@ def _token_shares_kernel(ids, ignore_index, valid, share, num_rows, MEAN: tl.con
         i = start + tl.arange(0, BLOCK)
         mask = i < num_rows
         is_valid = tl.load(ids + i, mask=mask, other=ignore_index) != ignore_index
-        tl.store(valid + i, is_valid.to(tl.int8), mask=mask)
+        tl.store(valid + i, is_valid, mask=mask)
         tl.store(share + i, tl.where(is_valid, factor, 0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _loss_sum_kernel(
     stats, target_weights, uniform_weights, square_weights, valid, loss, all_owned, num_rows, WEIGHTED: tl.constexpr,
-    WEIGHT: tl.constexpr, TOKEN_SCALING: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr, TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`row_math.row_losses`, summed by one program: N numbers are few, and so the order of the sum is fixed."""
+    ACC: tl.constexpr = stats.dtype.element_ty
     total = tl.zeros((BLOCK,), ACC)
     bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_rows, BLOCK):
@@ -186,30 +188,28 @@ def _loss_sum_kernel(
             value += tl.load(square_weights + i, mask=mask, other=0.0) * (m + log_sum) * (m + log_sum)
         if TOKEN_SCALING:
             value *= tl.exp(-negative_log_prob)
-        is_valid = tl.load(valid + i, mask=mask, other=0) != 0
+        is_valid = tl.load(valid + i, mask=mask, other=False)
         total += tl.where(is_valid, value, 0.0)
         bad += (is_valid & (owned != 1.0)).to(tl.int32)
     tl.store(loss, tl.sum(total, 0))
-    tl.store(all_owned, (tl.sum(bad, 0) == 0).to(tl.int8))
+    tl.store(all_owned, tl.sum(bad, 0) == 0)
 
 
 @triton.jit
-def _scale(x, factor, num_elements, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def _scale(x, factor, num_elements, num_programs, BLOCK: tl.constexpr):
     if factor != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, num_programs.to(tl.int64) * BLOCK):
             i = start + tl.arange(0, BLOCK)
-            value = tl.load(x + i, mask=i < num_elements).to(ACC) * factor
+            value = tl.load(x + i, mask=i < num_elements).to(tl.float32) * factor
             tl.store(x + i, value.to(x.dtype.element_ty), mask=i < num_elements)
 
 
 @triton.jit(do_not_specialize=["num_a", "num_b", "num_programs"], do_not_specialize_on_alignment=["factor"])
-def _scale_kernel(
-    a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_programs, ACC: tl.constexpr, BLOCK: tl.constexpr
-):
-    f = tl.load(factor).to(ACC)
-    _scale(a, f * host_factor_a, num_a, num_programs, ACC, BLOCK)
+def _scale_kernel(a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_programs, BLOCK: tl.constexpr):
+    f = tl.load(factor).to(tl.float32)
+    _scale(a, f * host_factor_a, num_a, num_programs, BLOCK)
     if b is not None:
-        _scale(b, f * host_factor_b, num_b, num_programs, ACC, BLOCK)
+        _scale(b, f * host_factor_b, num_b, num_programs, BLOCK)
 
 
 def _launch_settings(num_columns: int) -> dict[str, int]:
@@ -217,19 +217,6 @@ def _launch_settings(num_columns: int) -> dict[str, int]:
     five settings this is the fastest between the GEMMs of a step on an H200, or within 5 % of it, in all kernels."""
     block = 512 if num_columns <= 512 else 2048 if num_columns <= 2048 else 8192
     return {"BLOCK": block, "num_warps": block // 512}
-
-
-def _acc(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if stats_dtype(dtype) == torch.float64 else tl.float32
-
-
-def _stat_rows(spec: RowSpec) -> dict[str, int]:
-    return {
-        "WEIGHTED": spec.weighted_sum_row,
-        "WEIGHT": spec.weight_sum_row,
-        "ARGMAX": spec.argmax_row,
-        "ENTROPY": spec.entropy_row,
-    }
 
 
 def row_stats(
@@ -243,16 +230,15 @@ def row_stats(
     num_rows, num_columns = logits.shape
     launch(
         _row_stats_kernel, num_rows, logits, logits.stride(0), stats, stats.stride(0), target, column_weight,
-        num_columns, first_column, SOFTCAP=spec.softcap, **_stat_rows(spec), ACC=_acc(logits.dtype),
-        **_launch_settings(num_columns),
+        num_columns, first_column, SOFTCAP=spec.softcap, **spec.stat_rows, **_launch_settings(num_columns),
     )  # fmt: skip
 
 
 def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
     num_ranks, num_stats, num_rows = gathered.shape
     launch(
-        _combine_kernel, triton.cdiv(num_rows, 128), gathered, stats, stats.stride(0), num_ranks, num_rows,
-        NUM_STATS=num_stats, **_stat_rows(spec), ACC=_acc(stats.dtype), BLOCK=128, num_warps=2,
+        _combine_kernel, -(-num_rows // 128), gathered, stats, stats.stride(0), num_ranks, num_rows,
+        NUM_STATS=num_stats, **spec.stat_rows, BLOCK=128, num_warps=2,
     )  # fmt: skip
 
 
@@ -270,8 +256,7 @@ def row_grad_(
     launch(
         _row_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target,
         *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row,
-        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype),
-        **_launch_settings(num_columns),
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, **_launch_settings(num_columns),
     )  # fmt: skip
 
 
@@ -288,9 +273,8 @@ def row_stats_grad_(
     num_rows, num_columns = logits.shape
     launch(
         _row_stats_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0),
-        target, *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **_stat_rows(spec),
-        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, ACC=_acc(logits.dtype),
-        **_launch_settings(num_columns),
+        target, *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **spec.stat_rows,
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, **_launch_settings(num_columns),
     )  # fmt: skip
 
 
@@ -298,7 +282,7 @@ def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype)
     valid = torch.empty(ids.shape, dtype=torch.bool, device=ids.device)
     share = torch.empty(ids.shape, dtype=dtype, device=ids.device)
     launch(
-        _token_shares_kernel, 1, ids, ignore_index, valid.view(torch.int8), share, ids.shape[0],
+        _token_shares_kernel, 1, ids, ignore_index, valid, share, ids.shape[0],
         MEAN=mean, BLOCK=2048, num_warps=8,
     )  # fmt: skip
     return valid, share
@@ -308,9 +292,9 @@ def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -
     loss = stats.new_empty(())
     all_owned = torch.empty((), dtype=torch.bool, device=stats.device)
     launch(
-        _loss_sum_kernel, 1, stats, *weights, valid.view(torch.int8), loss, all_owned.view(torch.int8), stats.shape[1],
+        _loss_sum_kernel, 1, stats, *weights, valid, loss, all_owned, stats.shape[1],
         WEIGHTED=spec.weighted_sum_row, WEIGHT=spec.weight_sum_row, TOKEN_SCALING=spec.token_scaling,
-        ACC=_acc(stats.dtype), BLOCK=1024, num_warps=8,
+        BLOCK=1024, num_warps=8,
     )  # fmt: skip
     return loss, all_owned
 
@@ -324,8 +308,8 @@ def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
     for (a, factor_a), (b, factor_b) in zip_longest(some[::2], some[1::2], fillvalue=(None, 1.0)):
         assert a is not None
         num_a, num_b = a.numel(), 0 if b is None else b.numel()
-        num_programs = min(triton.cdiv(max(num_a, num_b), 8192), 2048)
+        num_programs = min(-(-max(num_a, num_b) // 8192), 2048)
         launch(
             _scale_kernel, num_programs, a, factor_a, num_a, b, factor_b, num_b, factor, num_programs,
-            ACC=_acc(a.dtype), BLOCK=8192, num_warps=8,
+            BLOCK=8192, num_warps=8,
         )  # fmt: skip

@@ -194,9 +194,10 @@ def _extra_peak(ctx: Context, token_sharded: bool) -> tuple[int, int]:
     num_tokens, hidden_size, vocab_size, chunk = 4096, 2048, 128256, 1024
     columns = vocab_size // 2
     own_tokens = num_tokens // 2 if token_sharded else num_tokens
+    torch.manual_seed(0)  # replicated tokens are the same on both
     hidden = torch.randn(own_tokens, hidden_size, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(columns, hidden_size, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocab_size, (own_tokens,), device=ctx.device)
+    weight = torch.randn(columns, hidden_size, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
     options: dict[str, Any] = {"hidden_layout": "sharded", "max_tokens": own_tokens} if token_sharded else {}
 
     def step() -> None:
