@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from flce_dist.kernels.spec import RowSpec
 
@@ -18,10 +17,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from flce_dist.kernels import triton_rows  # noqa: E402
 
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
-SPECS = {
-    "plain": RowSpec(),
-    "all": RowSpec(softcap=15.0, uniform=True, argmax=True, entropy=True, token_scaling=True),
-}
 TYPES = {
     **dict.fromkeys(("logits", "grad", "a", "b"), "*bf16"),
     **dict.fromkeys(("target", "ids"), "*i64"),
@@ -31,7 +26,11 @@ TYPES = {
 }
 FLOATS = ("stats", "out", "target_weight", "target_weights", "share", "loss", "factor")
 OPTIONAL = ("uniform_weight", "uniform_weights", "square_weight", "square_weights", "column_weight", "residual")
-ROW_KERNELS = ("_row_stats_kernel", "_row_grad_kernel", "_row_stats_grad_kernel")
+ROW_KERNELS = {
+    "_row_stats_kernel": triton_rows._STATS_TILES,
+    "_row_grad_kernel": triton_rows._GRAD_TILES,
+    "_row_stats_grad_kernel": triton_rows._STATS_GRAD_TILES,
+}
 
 
 def compile_for(target: GPUTarget, name: str, flags: dict[str, Any], optional: bool, num_warps: int) -> dict[str, Any]:
@@ -53,37 +52,30 @@ def compile_for(target: GPUTarget, name: str, flags: dict[str, Any], optional: b
     return dict(triton.compile(source, target=target, options={"num_warps": num_warps}).asm)
 
 
+def flags_of(name: str, spec: RowSpec, block: int) -> dict[str, Any]:
+    known = {"MEAN": True, "NUM_STATS": spec.num_stats, "SOFTCAP": spec.softcap, "TOKEN_SCALING": spec.token_scaling}
+    known |= {"IN_PLACE": True, "BLOCK": block, **spec.stat_rows}
+    return {key: value for key, value in known.items() if key in getattr(triton_rows, name).arg_names}
+
+
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
 
 
-@pytest.mark.parametrize("columns", [300, 1000, 128256])
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ROW_KERNELS)
-@pytest.mark.parametrize("spec", SPECS)
-def test_row_kernels_compile(spec: str, name: str, target: str, columns: int) -> None:
-    if spec == "all" and columns != 128256:
-        pytest.skip("the tile and the flags do not interact: the largest tile stands for all")
-    row_spec, settings = SPECS[spec], triton_rows._launch_settings(columns)
-    known = {
-        "SOFTCAP": row_spec.softcap,
-        "TOKEN_SCALING": row_spec.token_scaling,
-        "IN_PLACE": True,
-        "BLOCK": settings["BLOCK"],
-        **row_spec.stat_rows,
-    }
-    flags = {key: value for key, value in known.items() if key in getattr(triton_rows, name).arg_names}
+@pytest.mark.parametrize(
+    ("name", "columns"), [(name, min(most, 128256)) for name, tiles in ROW_KERNELS.items() for most, _ in tiles]
+)
+def test_row_kernels_compile(name: str, columns: int, target: str) -> None:
+    spec, settings = RowSpec(), triton_rows._launch_settings(ROW_KERNELS[name], columns)
     assert settings["num_warps"] * TARGETS[target].warp_size <= 1024, "more threads than a block may have"
-    compiled = compile_for(TARGETS[target], name, flags, spec == "all", settings["num_warps"])
+    compiled = compile_for(TARGETS[target], name, flags_of(name, spec, settings["BLOCK"]), False, settings["num_warps"])
     assert {"cubin", "hsaco"} & set(compiled)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [name for name in vars(triton_rows) if name.endswith("_kernel")])
 def test_all_kernels_compile_with_all_features(name: str, target: str) -> None:
-    spec = SPECS["all"]
-    known = {"MEAN": True, "NUM_STATS": spec.num_stats, "SOFTCAP": spec.softcap, "TOKEN_SCALING": True}
-    known |= {"IN_PLACE": False, "BLOCK": 512, **spec.stat_rows}
-    flags = {key: value for key, value in known.items() if key in getattr(triton_rows, name).arg_names}
-    assert {"cubin", "hsaco"} & set(compile_for(TARGETS[target], name, flags, True, 1))
+    spec = RowSpec(softcap=15.0, uniform=True, argmax=True, entropy=True, token_scaling=True)
+    assert {"cubin", "hsaco"} & set(compile_for(TARGETS[target], name, flags_of(name, spec, 8192), True, 16))

@@ -7,6 +7,7 @@ specialised on: over all shapes a kernel is compiled once for each of the few ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -212,10 +213,20 @@ def _scale_kernel(a, host_factor_a, num_a, b, host_factor_b, num_b, factor, num_
         _scale(b, f * host_factor_b, num_b, num_programs, BLOCK)
 
 
-def _launch_settings(num_columns: int) -> dict[str, int]:
-    """Tile and warps from the number of columns: one of three tiles, 16 columns a thread (fewer on 64-wide warps). Of
-    five settings this is the fastest between the GEMMs of a step on an H200, or within 5 % of it, in all kernels."""
-    block = 512 if num_columns <= 512 else 2048 if num_columns <= 2048 else 8192
+Tiles = tuple[tuple[float, int], ...]
+"""`(most columns, tile)`, in order: which tile is for how many columns."""
+
+_STATS_TILES: Tiles = ((2**10, 512), (math.inf, 2048))
+_GRAD_TILES: Tiles = ((2**15, 512), (math.inf, 8192))
+_STATS_GRAD_TILES: Tiles = ((2**10, 512), (2**13, 2048), (2**15, 4096), (math.inf, 8192))
+"""Of nine settings, from 500 to 128256 columns, these are the fastest between the GEMMs of a step on an H200, or within
+5 % of it (bfloat16 logits). The tiles of a row wait for its target's id and logit first: a small tile leaves room for
+other rows meanwhile, a large one finds more of a long row in the cache when it reads it again."""
+
+
+def _launch_settings(tiles: Tiles, num_columns: int) -> dict[str, int]:
+    """A tile, and warps for 16 columns a thread (fewer on 64-wide warps): a pure function of the number of columns."""
+    block = next(block for most, block in tiles if num_columns <= most)
     return {"BLOCK": block, "num_warps": block // 512}
 
 
@@ -230,7 +241,8 @@ def row_stats(
     num_rows, num_columns = logits.shape
     launch(
         _row_stats_kernel, num_rows, logits, logits.stride(0), stats, stats.stride(0), target, column_weight,
-        num_columns, first_column, SOFTCAP=spec.softcap, **spec.stat_rows, **_launch_settings(num_columns),
+        num_columns, first_column, SOFTCAP=spec.softcap, **spec.stat_rows,
+        **_launch_settings(_STATS_TILES, num_columns),
     )  # fmt: skip
 
 
@@ -256,7 +268,8 @@ def row_grad_(
     launch(
         _row_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target,
         *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row,
-        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, **_launch_settings(num_columns),
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
+        **_launch_settings(_GRAD_TILES, num_columns),
     )  # fmt: skip
 
 
@@ -274,7 +287,8 @@ def row_stats_grad_(
     launch(
         _row_stats_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0),
         target, *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **spec.stat_rows,
-        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype, **_launch_settings(num_columns),
+        TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
+        **_launch_settings(_STATS_GRAD_TILES, num_columns),
     )  # fmt: skip
 
 
