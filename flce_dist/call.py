@@ -83,13 +83,14 @@ def _row_inputs(
     mean = options.reduction == "mean" and normalizer is None
     valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
     weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
-    column_weight = None
+    column_weight, column_weight_sum = None, shard.vocab_size
     if class_weight is not None and options.label_smoothing:
         column_weight = shard.take(class_weight).to(dtype).contiguous()
+        column_weight_sum = class_weight.abs().sum(dtype=dtype)
     weights = row_math.row_weights(
         options, ids, valid, share, shard.vocab_size, class_weight, weight_of_row, normalizer
     )
-    return RowInputs(ids, shard.local_ids(ids), valid, weights, column_weight)
+    return RowInputs(ids, shard.local_ids(ids), valid, weights, column_weight, column_weight_sum)
 
 
 def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: int | None) -> TokenLayout:

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from .plan import first_part, narrow_chunks, span
+
+# A policy of selective activation checkpointing that keeps products would keep our buffer, which is written over, and
+# would not write the one of the recomputation.
+SAC_IGNORED_OPS.update(
+    getattr(op, name) for op in (torch.ops.aten.mm, torch.ops.aten.addmm) for name in ("out", "dtype_out")
+)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -39,13 +39,15 @@ class Needs(NamedTuple):
 
 class RowInputs(NamedTuple):
     """What the rows know besides their logits, in loop order: global target ids `[N]`, the same as columns of this
-    rank, which rows are valid, the coefficients of their losses, and class weights `[L]` where smoothing needs them."""
+    rank, which rows are valid, the coefficients of their losses, and where smoothing needs them class weights `[L]` and
+    the sum of all their magnitudes (of V times 1 without class weights)."""
 
     ids: Tensor
     target: Tensor
     valid: Tensor
     weights: RowWeights
     column_weight: Tensor | None
+    column_weight_sum: Tensor | int
 
     def versions(self) -> list[int]:
         """How often what may be the caller's own memory was written to; torch does not count it in inference mode."""
@@ -87,19 +89,19 @@ class Call:
 
 
 def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
-    """Power of two that fp16 gradients of forward carry until backward, where the loss scale arrives: a mean's `p / N`
-    would underflow before. It brings the largest coefficient of a logit to at most 1, so that nothing overflows
-    instead."""
+    """Power of two, a normal float32, that fp16 gradients of forward carry until backward, where the loss scale
+    arrives: a mean's `p / N` would underflow before. It brings the largest coefficient of a logit to about 1, so that
+    nothing overflows instead."""
     if dtype != torch.float16 or call.tokens.num_rows == 0:
         return 1.0
     target, uniform, square = call.inputs.weights
     coefficient = target.abs()
     if uniform is not None:
-        coefficient = coefficient + uniform.abs() * call.shard.vocab_size
+        coefficient = coefficient + uniform.abs() * call.inputs.column_weight_sum
     if square is not None:
         coefficient = coefficient + 2.0 * square.abs()  # times the log-sum-exp, which is not known yet
     largest = coefficient.amax() * abs(call.options.logit_scale)
-    return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest))), 1.0)
+    return torch.where(largest > 0, torch.exp2(torch.floor(-torch.log2(largest)).clamp(-126, 126)), 1.0)
 
 
 class Gradients(NamedTuple):

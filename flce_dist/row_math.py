@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights
+from .kernels.spec import MAX, NO_ID, OTHERS, OWNED, TARGET, RowSpec, RowWeights
 from .options import LossOptions
 
 
@@ -106,8 +106,9 @@ def entropies(stats: Tensor, spec: RowSpec) -> Tensor:
 
 
 def predictions(stats: Tensor, spec: RowSpec) -> Tensor:
-    """Arg-max `[N]` (int64) over the global vocabulary, the lowest id of equals."""
-    return stats[spec.argmax_row].to(torch.int64)
+    """Arg-max `[N]` (int64) over the global vocabulary, the lowest id of equals; an id too where all logits are nan."""
+    best = stats[spec.argmax_row]
+    return torch.where(best < NO_ID, best, 0.0).to(torch.int64)
 
 
 def badly_owned(stats: Tensor, valid: Tensor) -> Tensor:

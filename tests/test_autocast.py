@@ -136,6 +136,32 @@ def test_fp16_mean_does_not_underflow_before_the_loss_scale_arrives(num_tokens: 
         assert difference <= bound, f"{name} gradient: error {difference:.3g} > {bound:.3g}"
 
 
+@pytest.mark.parametrize("unseen", [1.0, 1e-3, 1e3, 1e8])
+@pytest.mark.parametrize("scale_of_weights", [1.0, 1 / 512, 1 / 512**2, 1e6])
+def test_fp16_with_smoothing_and_class_weights_of_any_scale(scale_of_weights: float, unseen: float) -> None:
+    """A mean forgets the scale: nothing underflows, nor overflows because of a class that is never a target."""
+    hidden, weight, target = (t.half() if t.is_floating_point() else t for t in heads.random_head(64, 16, 512, 0))
+    class_weight = torch.linspace(0.5, 2, 512)
+    class_weight[511] = unseen
+    options = {"class_weight": class_weight * scale_of_weights, "label_smoothing": 0.1}
+    target = target % 511
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    scale = torch.tensor(65536.0 / max(1.0, unseen))
+    linear_cross_entropy(hidden, weight, target, **options).backward(scale)
+    expected = oracle.reference(hidden, weight, target, upstream=scale, **options)
+    compare.assert_close(hidden.grad, expected.hidden_grad, compare.TOL16.grad, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, compare.TOL16.grad, "weight gradient")
+
+
+def test_fp16_coefficients_below_float32s_normal_numbers() -> None:
+    hidden, weight = torch.ones(3, 4, dtype=torch.float16), torch.eye(4, dtype=torch.float16)
+    hidden.requires_grad_()
+    tiny = torch.full((3,), 1e-3)
+    linear_cross_entropy(hidden, weight, torch.arange(3), token_weight=tiny, normalizer=1e38).backward()
+    assert (hidden.grad == 0).all()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_grad_scaler_round_trip(reduction: str) -> None:
     full = make_inputs(CASE)

@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flce_dist import linear_cross_entropy
 from tests.kit import compare, oracle
@@ -292,6 +293,30 @@ def test_checkpointed_gradients_are_equal_and_not_doubled(use_reentrant: bool, r
 
     loss = checkpoint(block, full.hidden, use_reentrant=use_reentrant)
     loss.backward(full.upstream)
+    expected = reference_of(case)
+    compare.assert_close(full.hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(full.weight.grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
+def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "mm" in op.name() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("backward", ["auto", "recompute"])
+@pytest.mark.parametrize("chunk_rows", [7, None])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_checkpointed_by_a_policy_that_keeps_products(reduction: str, chunk_rows: int | None, backward: str) -> None:
+    """Products into the loop's buffer are written over: no recomputation may be handed them as they are by then."""
+    case = Case(reduction=reduction)
+    full = leaves(case)
+
+    def block(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden, full.weight, full.target, reduction=reduction, chunk_rows=chunk_rows, backward=backward
+        )
+
+    contexts = partial(create_selective_checkpoint_contexts, keep_products, allow_cache_entry_mutation=True)
+    checkpoint(block, full.hidden, use_reentrant=False, context_fn=contexts).backward(full.upstream)
     expected = reference_of(case)
     compare.assert_close(full.hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
     compare.assert_close(full.weight.grad, expected.weight_grad, 1e-5, "weight gradient")

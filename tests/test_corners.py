@@ -74,6 +74,26 @@ def test_nan_is_reported_and_stays_where_it_is(poison: str, world: int, backend:
         assert bad.tolist() == ([i == 2 for i in range(6)] if poison == "hidden" else [True] * 6)
 
 
+def _nan_predictions(ctx: Context, backend: str, bad: list[int]) -> list[int]:
+    full = make_inputs(Case(lead=(6,), vocab_size=12))
+    shard = VocabShard.even(12, ctx.rank, ctx.world)
+    weight = full.weight.clone()
+    weight[bad] = math.nan
+    output = linear_cross_entropy(
+        full.hidden, weight[shard.start : shard.stop], full.target, group=ctx.group, vocab_shard=shard, backend=backend,
+        aux=("predictions",),
+    )  # fmt: skip
+    return list(output.predictions.tolist())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("bad", [[7], list(range(6, 12)), list(range(12))], ids=str)
+def test_predictions_of_nan_logits_are_ids(bad: list[int], world: int, backend: str, pool_for: Any) -> None:
+    for predictions in pool_for(backend).run(world, _nan_predictions, backend, bad):
+        assert all(0 <= id < 12 for id in predictions), predictions
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_impossible_target_has_infinite_loss(world: int, backend: str, pool_for: Any) -> None:

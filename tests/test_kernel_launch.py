@@ -56,9 +56,9 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    launch.forget()
+    launch._variants.clear()
     yield Recorder(monkeypatch)
-    launch.forget()
+    launch._variants.clear()
 
 
 @pytest.mark.parametrize("target", TARGETS)

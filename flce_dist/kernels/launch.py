@@ -1,7 +1,8 @@
 """Launching a Triton kernel with little host time.
 
 `kernel[grid](...)` looks for the compiled variant anew in each launch, which takes the host three to five times as long
-as launching a variant that is known (26 to 45 µs and 9 µs on machines with an H200, Triton 3.6).
+as launching a variant that is known (26 to 45 µs and 9 µs on machines with an H200, Triton 3.6). What is changed of
+Triton's own settings after a variant's first launch is not seen.
 """
 
 from __future__ import annotations
@@ -59,8 +60,3 @@ def passed(args: Sequence[Tensor | float | None]) -> tuple[list[float | None], l
         else:
             kinds.append(None if arg is None else float)
     return values, kinds
-
-
-def forget() -> None:
-    """Looks for the variants anew, as after a change of Triton's own settings."""
-    _variants.clear()

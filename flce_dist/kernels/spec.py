@@ -42,6 +42,9 @@ z (0 where it is not here); 1 where the target is one of this rank's columns.
 The target stays out of the sum because a confident model's 1 - p is the sum of the others, and would drown in the
 rounding of the whole: with p = 1 - 1e-7 neither the loss nor the gradient of that row has a digit left in float32."""
 
+NO_ID = 2**30
+"""Stands, or a larger number does, for the arg-max of a row whose logits are all nan."""
+
 
 @dataclass(frozen=True)
 class RowSpec:

@@ -44,7 +44,7 @@ def combine(gathered: Tensor, stats: Tensor, spec: RowSpec) -> None:
         stats[spec.weight_sum_row] = weight.sum(0)
     if spec.argmax:
         ids = gathered[:, spec.argmax_row]
-        stats[spec.argmax_row] = torch.where(maxima == stats[MAX], ids, torch.inf).amin(0)
+        stats[spec.argmax_row] = torch.where((maxima == stats[MAX]) | maxima.isnan(), ids, torch.inf).amin(0)
     if spec.entropy:
         shifted = gathered[:, spec.entropy_row] + torch.where(sums == 0, 0.0, sums * shift)
         stats[spec.entropy_row] = (shifted * factor).sum(0)

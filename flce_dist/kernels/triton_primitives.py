@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from ..plan import ROW_ALIGNMENT
+from . import spec
 from .spec import MAX, OTHERS, OWNED, TARGET
 
 MAX_ROW, OTHERS_ROW, TARGET_ROW, OWNED_ROW = (tl.constexpr(row) for row in (MAX, OTHERS, TARGET, OWNED))
 ALIGN = tl.constexpr(ROW_ALIGNMENT)
-NO_ID = tl.constexpr(2**30)
+NO_ID = tl.constexpr(spec.NO_ID)
 
 
 @triton.jit

@@ -140,7 +140,7 @@ def test_few_compiled_variants_over_many_shapes(device: torch.device) -> None:
     """With dtype and flags fixed. A shape that compiles again costs its user a second."""
     from flce_dist.kernels import launch, triton_rows
 
-    launch.forget()
+    launch._variants.clear()
     kernels = {name: getattr(triton_rows, name) for name in ROW_KERNELS}
     for kernel in kernels.values():
         kernel.device_caches.clear()
