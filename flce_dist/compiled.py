@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
-from .checks import check_normalizer, check_plain_autograd
+from .checks import check_no_grad, check_normalizer, check_plain_autograd
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
@@ -34,6 +34,8 @@ _INTEGER_AUX = ("predictions", "num_valid")
 def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and what `given.aux` names, in a graph that is being traced."""
     _check_plain_autograd()
+    for name in ("class_weight", "token_weight", "normalizer"):  # in the operator they no longer say so
+        check_no_grad(name, getattr(given, name))
     given = autocast(local_tensors(given))
     aux = tuple(dict.fromkeys(given.aux))  # an operator may not return one tensor twice
     normalizer, shard = given.normalizer, given.vocab_shard
