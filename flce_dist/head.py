@@ -88,6 +88,9 @@ class VocabParallelHead(_Grouped):
         bias: whether the head has one.
         hidden_layout, hidden_grad_scale: as in `linear_cross_entropy`.
         options: the fields of `LossOptions`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or value, or this rank is not in the group.
     """
 
     weight: nn.Parameter
@@ -121,7 +124,7 @@ class VocabParallelHead(_Grouped):
             )
         self._mesh = group if isinstance(group, DeviceMesh) else None
         process_group = group.get_group(group.ndim - 1) if isinstance(group, DeviceMesh) else group
-        self.group = process_group if collectives.world_size(process_group) > 1 else None
+        self.group = collectives.sharding_group(process_group)
         self.hidden_layout = checked_layout(hidden_layout)
         self.hidden_grad_scale = to_float("hidden_grad_scale", hidden_grad_scale)
         self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))
