@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -110,12 +110,10 @@ def autocast(given: Given) -> Given:
     """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
     if not isinstance(given.hidden, Tensor) or not under_autocast(given.hidden.device):
         return given
-    if not isinstance(given.weight, Tensor):
-        return given
     dtype = torch.get_autocast_dtype(given.hidden.device.type)
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    def cast(tensor: Any) -> Any:  # nothing has been checked yet
+        is_cast = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if is_cast else tensor
 
-    bias = None if given.bias is None else cast(given.bias)
-    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=bias)
+    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=cast(given.bias))
