@@ -24,8 +24,8 @@ from .shard import VocabShard, partition_error
 
 
 class Agreed(NamedTuple):
-    """What the ranks of a group told each other: the columns of the largest shard, and whether all of them or none want
-    a gradient, so that a backward runs on all or on none."""
+    """What the ranks of a group told each other: the columns of the largest shard, and whether it is known that all of
+    them or none want a gradient in this call, so that a backward runs on all or on none."""
 
     most_columns: int
     differentiate_alike: bool
@@ -66,7 +66,7 @@ def agree(
     One all-gather of objects when it is, which waits for the device; otherwise none.
 
     Returns:
-        What the ranks ever told each other; None otherwise.
+        What the ranks told each other, now or in the last call that was checked; None when they never did.
     """
     known = _agreed.setdefault(group, {})
     if check_ranks == "auto":
@@ -75,7 +75,9 @@ def agree(
     if check_ranks == "never" or (check_ranks == "first" and checked):
         if error is not None:
             raise error
-        return None if vocab_size is None else known.get(vocab_size)
+        agreed = None if vocab_size is None else known.get(vocab_size)
+        # Which ranks want a gradient may have changed since.
+        return None if agreed is None else agreed._replace(differentiate_alike=False)
     summary = None
     with torch._C._DisableFuncTorch(), _no_jit_trace():  # a rank under either is refused, and has to tell the others
         if error is None:

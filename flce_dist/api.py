@@ -141,6 +141,10 @@ def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.Pro
 
     Returns:
         0-d int64 on `target`'s device, which can be passed as `normalizer` without reading it.
+
+    Raises:
+        TypeError, ValueError: `group` is no process group, or this rank is not in it.
     """
+    group = collectives.sharding_group(group)
     count = (target != ignore_index).sum()
     return count if group is None else collectives.all_reduce_sum(count, group)

@@ -59,6 +59,7 @@ def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
         spec=setting.spec,
         needs=needs,
         repeatable=isinstance(tokens, ReplicatedTokens)
+        or needs.hidden  # alike on all ranks
         or agreed is None
         or agreed.differentiate_alike
         or recomputes(options, hidden.dtype),

@@ -189,7 +189,15 @@ def check_vector(name: str, value: Tensor, shape: Sequence[int], device: torch.d
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
     if value.device != device:
         raise ValueError(f"{name} must be on {device}, got {value.device}")
-    if value.requires_grad:
+    check_no_grad(name, value)
+
+
+def check_no_grad(name: str, value: object) -> None:
+    """
+    Raises:
+        ValueError: a tensor that requires grad and gets none.
+    """
+    if isinstance(value, Tensor) and value.requires_grad:
         raise ValueError(f"{name} may not require grad: no gradient for it is computed; pass {name}.detach()")
 
 
@@ -202,10 +210,10 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     if isinstance(value, DTensor):
         raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
     if isinstance(value, Tensor):
-        if value.dim() != 0 or value.requires_grad or value.is_complex():
+        check_no_grad("normalizer", value)
+        if value.dim() != 0 or value.is_complex():
             raise ValueError(
-                f"normalizer must be a number or a real 0-d tensor without grad, got shape {tuple(value.shape)}"
-                f"{' with grad' if value.requires_grad else ''}"
+                f"normalizer must be a number or a real 0-d tensor, got {value.dtype} of shape {tuple(value.shape)}"
             )
         if value.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renamed the two and deprecates the older names, which torch 2.11 knows alone.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,12 +26,17 @@ def sharding_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, or None when it has one rank: then nothing is sharded.
 
     Raises:
+        TypeError: not a process group.
         ValueError: this rank is not in it.
     """
-    num_ranks = world_size(group)
-    if num_ranks < 1:
-        raise ValueError("this rank is not in the group that was passed")
-    return group if num_ranks > 1 else None
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives it
+            raise ValueError("this rank is not in the group that was passed")
+        remedy = "; pass mesh.get_group()" if isinstance(group, DeviceMesh) else ""
+        raise TypeError(f"group must be a process group or None, got {type(group).__name__} {group}{remedy}")
+    return group if world_size(group) > 1 else None
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

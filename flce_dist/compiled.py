@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
 from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
-from .checks import check_normalizer, check_plain_autograd
+from .checks import check_no_grad, check_normalizer, check_plain_autograd
+from .collectives import sharding_group
 from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
@@ -34,7 +35,9 @@ _INTEGER_AUX = ("predictions", "num_valid")
 def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and what `given.aux` names, in a graph that is being traced."""
     _check_plain_autograd()
-    given = autocast(local_tensors(given))
+    for name in ("class_weight", "token_weight", "normalizer"):  # in the operator they no longer say so
+        check_no_grad(name, getattr(given, name))
+    given, group = autocast(local_tensors(given)), sharding_group(given.group)
     aux = tuple(dict.fromkeys(given.aux))  # an operator may not return one tensor twice
     normalizer, shard = given.normalizer, given.vocab_shard
     if isinstance(normalizer, int | float):
@@ -42,7 +45,7 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         check_normalizer(normalizer, given.hidden.device)
         normalizer = torch.full((), normalizer, dtype=torch.float64, device=given.hidden.device)
     config = _encode(
-        given.group.group_name if given.group is not None else None,
+        None if group is None else group.group_name,
         None if shard is None else (_constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)),
         aux,
         tuple((name, _constant(getattr(given, name))) for name in _HOST),

@@ -16,17 +16,32 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from . import collectives
 from .api import LossOutput, linear_cross_entropy
 from .checks import checked_layout
-from .options import LossOptionsDict, checked_options, options_of, to_float
+from .options import LossOptions, LossOptionsDict, options_of, to_float
 from .shard import VocabShard
 
 _INIT_ROWS = 4096
 
 
-class _Grouped(nn.Module):
-    """A module with a process group or mesh, which are handles: a copy of the module communicates over the same."""
+class _LossModule(nn.Module):
+    """A module with the options of a loss; and with a process group or mesh, which are handles: a copy of the module
+    communicates over the same."""
 
     group: dist.ProcessGroup | None
     _mesh: DeviceMesh | None = None
+
+    @property
+    def options(self) -> LossOptions:
+        """What the module computes; may be set."""
+        return self._loss_options
+
+    @options.setter
+    def options(self, options: LossOptions) -> None:
+        if not isinstance(options, LossOptions):
+            raise TypeError(f"options must be LossOptions, got {options!r}")
+        self._loss_options = options
+        # As keywords, which each call of the loss looks up anew: no more than it needs.
+        changed = {name: getattr(options, name) for name in LossOptionsDict.__annotations__}
+        self._options = {name: value for name, value in changed.items() if value != getattr(LossOptions, name)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo |= {id(handle): handle for handle in (self.group, self._mesh)}
@@ -36,7 +51,7 @@ class _Grouped(nn.Module):
         return clone
 
 
-class LinearCrossEntropyLoss(_Grouped):
+class LinearCrossEntropyLoss(_LossModule):
     """`linear_cross_entropy` with its options bound; it has no parameters of its own.
 
     Args:
@@ -54,7 +69,7 @@ class LinearCrossEntropyLoss(_Grouped):
         **options: Unpack[LossOptionsDict],
     ) -> None:
         super().__init__()
-        self.options = checked_options(options)
+        self.options = options_of(options)
         self.group = group
         self.call: dict[str, Any] = {
             "vocab_size": vocab_size,
@@ -66,10 +81,10 @@ class LinearCrossEntropyLoss(_Grouped):
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **tensors: Any) -> Tensor | LossOutput:
         """The loss; `tensors` are the further arguments of `linear_cross_entropy` that change from call to call (bias,
         class_weight, token_weight, normalizer, max_tokens, aux). Collectives: those of `linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, target, group=self.group, **tensors, **self.call, **self.options)
+        return linear_cross_entropy(hidden, weight, target, group=self.group, **tensors, **self.call, **self._options)
 
 
-class VocabParallelHead(_Grouped):
+class VocabParallelHead(_LossModule):
     """A language model's last linear layer and its loss, the vocabulary sharded over the ranks of `group`.
 
     `weight` (and `bias`) is a plain parameter `[V, H]` with one rank. With more it is a DTensor `Shard(0)` on the
@@ -88,6 +103,9 @@ class VocabParallelHead(_Grouped):
         bias: whether the head has one.
         hidden_layout, hidden_grad_scale: as in `linear_cross_entropy`.
         options: the fields of `LossOptions`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or value, or this rank is not in the group.
     """
 
     weight: nn.Parameter
@@ -111,7 +129,6 @@ class VocabParallelHead(_Grouped):
     ) -> None:
         super().__init__()
         self.options = options_of(options)
-        self._options = checked_options(options)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         if isinstance(group, DeviceMesh) and group.ndim > self._max_mesh_dims:
@@ -121,7 +138,7 @@ class VocabParallelHead(_Grouped):
             )
         self._mesh = group if isinstance(group, DeviceMesh) else None
         process_group = group.get_group(group.ndim - 1) if isinstance(group, DeviceMesh) else group
-        self.group = process_group if collectives.world_size(process_group) > 1 else None
+        self.group = collectives.sharding_group(process_group)
         self.hidden_layout = checked_layout(hidden_layout)
         self.hidden_grad_scale = to_float("hidden_grad_scale", hidden_grad_scale)
         self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .checks import checked_layout
 from .collectives import sharding_group
 from .shard import VocabShard
 
@@ -30,9 +32,9 @@ def local_tensors(given: Given) -> Given:
     if not any(isinstance(tensor, DTensor) for tensor in (hidden, target, token_weight)):
         return given
     return given._replace(
-        hidden=_local_tokens(hidden, given),
-        target=_local_tokens(target, given),
-        token_weight=None if token_weight is None else _local_tokens(token_weight, given),
+        hidden=_local_tokens("hidden", hidden, given),
+        target=_local_tokens("target", target, given),
+        token_weight=None if token_weight is None else _local_tokens("token_weight", token_weight, given),
     )
 
 
@@ -52,7 +54,7 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
             "pass group=weight.device_mesh.get_group(); for FSDP2's sharded parameter compute the loss in the forward "
             "of the module that owns it"
         )
-    if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(mesh.get_group()):
+    if group is not None and not _is_of(mesh, group):
         raise ValueError(
             f"weight is {where}, which is not that of ranks {dist.get_process_group_ranks(group)}, the group"
         )
@@ -66,19 +68,36 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
     return given._replace(weight=weight.to_local(), bias=bias, vocab_size=None, vocab_shard=shard)
 
 
-def _local_tokens(tensor: Tensor, given: Given) -> Tensor:
+def _local_tokens(name: str, tensor: Tensor, given: Given) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.ndim == 1:
-        placement = tensor.placements[0]
-        if given.hidden_layout == "replicated" and placement == Replicate():
-            return tensor.to_local(grad_placements=[Replicate() if given.reduce_hidden_grad else Partial()])
-        if given.hidden_layout == "sharded" and isinstance(placement, Shard) and placement.dim == 0:
-            return tensor.to_local()
-    raise ValueError(
-        f'hidden_layout="{given.hidden_layout}" takes plain tensors or DTensors on a 1-D mesh, Replicate() for '
-        f'"replicated" and Shard(0) for "sharded"; got placements {tensor.placements} on {tensor.device_mesh}'
-    )
+    mesh, group = tensor.device_mesh, sharding_group(given.group)
+    where = f"{name} is a DTensor on mesh {mesh} with placements {tensor.placements}"
+    expected = Replicate() if checked_layout(given.hidden_layout) == "replicated" else Shard(0)
+    if mesh.ndim != 1 or tensor.placements[0] != expected:
+        raise ValueError(
+            f'{where}, but hidden_layout="{given.hidden_layout}" takes plain tensors or DTensors on the 1-D mesh of '
+            'the group, Replicate() for "replicated" and Shard(0) for "sharded"'
+        )
+    if group is None and mesh.size() > 1 and expected != Replicate():
+        raise ValueError(
+            f"{where}, but group=None computes a loss of this rank's tokens alone: pass "
+            f"group={name}.device_mesh.get_group() for one loss of them all, or {name}.to_local()"
+        )
+    if group is not None and not _is_of(mesh, group):
+        raise ValueError(
+            f"{where}, which is not that of ranks {dist.get_process_group_ranks(group)}, the group: pass "
+            f"{name}.to_local(), and as hidden_layout how the tokens lie over the ranks of the group"
+        )
+    if expected != Replicate():
+        return tensor.to_local()
+    summed = given.reduce_hidden_grad or group is None
+    return tensor.to_local(grad_placements=[Replicate() if summed else Partial()])
+
+
+def _is_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
+    """Whether a 1-D mesh has the ranks of the group, in its order."""
+    return dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(group)
 
 
 def under_autocast(device: torch.device) -> bool:
@@ -91,12 +110,10 @@ def autocast(given: Given) -> Given:
     """Operands in autocast's dtype when it is on for their device, as `F.linear` takes them (float64 stays)."""
     if not isinstance(given.hidden, Tensor) or not under_autocast(given.hidden.device):
         return given
-    if not isinstance(given.weight, Tensor):
-        return given
     dtype = torch.get_autocast_dtype(given.hidden.device.type)
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    def cast(tensor: Any) -> Any:  # nothing has been checked yet
+        is_cast = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if is_cast else tensor
 
-    bias = None if given.bias is None else cast(given.bias)
-    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=bias)
+    return given._replace(hidden=cast(given.hidden), weight=cast(given.weight), bias=cast(given.bias))

@@ -1,5 +1,7 @@
 """Autocast, mixed dtypes, and fp16's small range (field report B22 and its neighbours)."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -72,6 +74,32 @@ def test_autocast_sharded(dtypes: tuple[torch.dtype, ...], workers: Pool) -> Non
         wanted = (expected.hidden_grad, expected.weight_grad[rows], expected.bias_grad[rows])
         for name, grad, want in zip(("hidden", "weight", "bias"), grads, wanted, strict=True):
             compare.assert_close(grad, want, compare.TOL16.grad, f"{name} gradient")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_float64_stays_under_autocast(reduction: str) -> None:
+    """As `F.linear` leaves it."""
+    full = make_inputs(CASE)
+    hidden, weight = full.hidden.double().requires_grad_(), full.weight.double().requires_grad_()
+    bias = torch.linspace(-1, 1, 64, dtype=torch.float64).requires_grad_()
+    with torch.autocast("cpu", BF16):
+        loss = linear_cross_entropy(hidden, weight, full.target, bias=bias, reduction=reduction)
+    loss.sum().backward()
+    expected = oracle.reference(
+        hidden, weight, full.target, bias=bias, upstream=torch.ones(loss.shape), reduction=reduction
+    )
+    assert loss.dtype == torch.float64
+    compare.assert_loss(loss, expected.loss, 1e-12)
+    for name, leaf in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        compare.assert_close(leaf.grad, getattr(expected, f"{name}_grad"), 1e-12, f"{name} gradient")
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "target", "bias"])
+def test_what_is_no_tensor_is_refused_under_autocast(name: str) -> None:
+    full = make_inputs(CASE)
+    arguments: dict[str, Any] = {"hidden": full.hidden, "weight": full.weight, "target": full.target, name: 3.0}
+    with torch.autocast("cpu", BF16), pytest.raises(TypeError, match=f"{name} must be a tensor, got float"):
+        linear_cross_entropy(**arguments)
 
 
 def test_disabled_autocast_changes_nothing() -> None:

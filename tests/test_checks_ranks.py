@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from flce_dist import VocabShard, linear_cross_entropy
+from flce_dist import VocabParallelHead, VocabShard, count_valid_tokens, linear_cross_entropy
 from tests.kit.workers import Context, Outcome, Pool
 
 N, H, V = 6, 8, 8
@@ -276,16 +277,48 @@ def test_vocab_size_is_required_with_a_plain_weight(workers: Pool) -> None:
     assert_all_raise(outcomes(workers, 2, {}, vocab_size=None), "ValueError", "vocab_size")
 
 
-def test_a_group_that_the_rank_is_not_in(workers: Pool) -> None:
-    results = workers.outcomes(2, _call_with_foreign_group)
-    assert_all_raise([results[0]], "ValueError", "group")
+@pytest.mark.parametrize("call", ["loss", "head", "count", "graph"])
+def test_a_group_that_the_rank_is_not_in(call: str, workers: Pool) -> None:
+    """A count of this rank's tokens alone would be another normalizer than the other ranks have."""
+    results = workers.outcomes(2, _call_with_foreign_group, call)
+    words = "this rank is not in the group that was passed"
+    assert_all_raise([results[0]], "Unsupported" if call == "graph" else "ValueError", words)
 
 
-def _call_with_foreign_group(ctx: Context) -> None:
+def _call_with_foreign_group(ctx: Context, call: str) -> None:
     if ctx.rank == 0:
-        import torch.distributed as dist
+        _call_with_group(call, dist.GroupMember.NON_GROUP_MEMBER)
 
-        linear_cross_entropy(**arguments(0, 1), group=dist.GroupMember.NON_GROUP_MEMBER)
+
+def _call_with_group(call: str, group: Any) -> None:
+    keywords = arguments(0, 1) | {"group": group}
+    if call == "head":
+        VocabParallelHead(H, V, group)
+    elif call == "count":
+        count_valid_tokens(keywords["target"], group=group)
+    elif call == "graph":
+        torch.compiler.reset()
+        torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(**keywords)
+    else:
+        linear_cross_entropy(**keywords)
+
+
+@pytest.mark.parametrize("call", ["loss", "count", "graph"])
+def test_a_mesh_as_group(call: str, workers: Pool) -> None:
+    words = "group must be a process group or None", "DeviceMesh((2,)", "pass mesh.get_group()"
+    assert_all_raise(workers.outcomes(2, _call_with_mesh, call), ("TypeError", "Unsupported"), *words)
+
+
+def _call_with_mesh(ctx: Context, call: str) -> None:
+    _call_with_group(call, DeviceMesh.from_group(ctx.group, "cpu"))
+
+
+@pytest.mark.parametrize("call", ["loss", "head", "count"])
+@pytest.mark.parametrize("group", ["tp", [0, 1], 0], ids=str)
+def test_what_is_no_group(group: Any, call: str) -> None:
+    kind = type(group).__name__
+    with pytest.raises(TypeError, match=f"group must be a process group or None, got {kind}"):
+        _call_with_group(call, group)
 
 
 @pytest.mark.parametrize("bad", [V, -1, 10**6])

@@ -277,6 +277,23 @@ def test_a_bad_target_in_a_graph_is_an_error() -> None:
         compiled(full.hidden, full.weight, target)
 
 
+@pytest.mark.parametrize("made_in_the_graph", [False, True])
+@pytest.mark.parametrize("name", ["class_weight", "token_weight", "normalizer"])
+def test_arguments_without_a_gradient_are_refused_in_a_graph(name: str, made_in_the_graph: bool) -> None:
+    """They would get none without a word: the operator's tensors do not say that they require grad."""
+    torch.compiler.reset()
+    full = make_inputs(Case(ignored="none"))
+    leaf = {"class_weight": torch.ones(21), "token_weight": torch.ones(13), "normalizer": torch.tensor(5.0)}[name]
+    leaf.requires_grad_()
+
+    def loss_of(hidden: Tensor, leaf: Tensor) -> Any:
+        keywords: dict[str, Any] = {name: leaf * 2 if made_in_the_graph else leaf}
+        return linear_cross_entropy(hidden, full.weight, full.target, **keywords)
+
+    with pytest.raises(Exception, match=rf"{name} may not require grad.*pass {name}\.detach\(\)"):
+        torch.compile(loss_of, fullgraph=True, backend=BACKEND)(full.hidden.requires_grad_(), leaf)
+
+
 def test_gradients_under_autocast_in_a_graph() -> None:
     torch._dynamo.reset()
     full = make_inputs(Case(lead=(40,), hidden_size=16, vocab_size=64))

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flce_dist import VocabShard, linear_cross_entropy
-from tests.kit import compare
+from tests.kit import compare, oracle
 from tests.kit.cases import Case, make_inputs, reference_of
 from tests.kit.workers import Context, Pool, needs_unsorted
 from tests.test_checks_ranks import assert_all_raise
@@ -117,6 +117,63 @@ def _wrong(ctx: Context, kind: str) -> None:
 )
 def test_placements_that_do_not_fit(kind: str, word: str, workers: Pool) -> None:
     assert_all_raise(workers.outcomes(2, _wrong, kind), ("ValueError", "TypeError"), word)
+
+
+def _on_another_mesh(ctx: Context, name: str) -> None:
+    """The head and the group are "tp" of a (2, 2) mesh; the tensor `name` alone is a DTensor on "dp"."""
+    mesh = ctx.mesh(2, 2, names=("dp", "tp"))
+    full = make_inputs(Case(lead=(12,), token_weight=True))
+    weight = distribute_tensor(full.weight, mesh["tp"], [Shard(0)])
+    layout = "replicated" if name == "hidden" else "sharded"
+    tokens = {"hidden": full.hidden, "target": full.target, "token_weight": full.token_weight}
+    if layout == "sharded":
+        tokens = {key: None if value is None else value[:6] for key, value in tokens.items()}
+    placement = Replicate() if layout == "replicated" else Shard(0)
+    tensor = tokens[name]
+    assert tensor is not None
+    tokens[name] = DTensor.from_local(tensor, mesh["dp"], [placement])
+    arguments: dict[str, Any] = {**tokens, "weight": weight, "group": mesh.get_group("tp"), "hidden_layout": layout}
+    linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("name", ["hidden", "target", "token_weight"])
+def test_tokens_on_another_mesh_than_the_groups(name: str, workers: Pool) -> None:
+    """Its tokens would be counted on ranks that do not hold them, or twice."""
+    found = workers.outcomes(4, _on_another_mesh, name)
+    for ranks, pair in (("[0, 1]", found[:2]), ("[2, 3]", found[2:])):
+        assert_all_raise(pair, "ValueError", f"{name} is a DTensor on mesh", f"not that of ranks {ranks}, the group",
+                         f"{name}.to_local()")  # fmt: skip
+
+
+def _sharded_tokens_without_a_group(ctx: Context) -> None:
+    full = make_inputs(Case(lead=(12,)))
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    hidden = distribute_tensor(full.hidden, mesh, [Shard(0)])
+    target = distribute_tensor(full.target, mesh, [Shard(0)])
+    linear_cross_entropy(hidden, full.weight, target, hidden_layout="sharded")
+
+
+def test_sharded_tokens_without_a_group(workers: Pool) -> None:
+    """Each rank would get the mean of its own tokens."""
+    found = workers.outcomes(2, _sharded_tokens_without_a_group)
+    assert_all_raise(found, "ValueError", "hidden is a DTensor", "group=hidden.device_mesh.get_group()")
+
+
+def _replicated_tokens_without_a_group(ctx: Context, reduce_hidden_grad: bool) -> Tensor:
+    full = make_inputs(Case(lead=(12,)))
+    hidden = distribute_tensor(full.hidden, DeviceMesh.from_group(ctx.group, "cpu"), [Replicate()]).requires_grad_()
+    linear_cross_entropy(hidden, full.weight, full.target, reduce_hidden_grad=reduce_hidden_grad).backward()
+    assert isinstance(hidden.grad, DTensor)
+    return hidden.grad.full_tensor()
+
+
+@pytest.mark.parametrize("reduce_hidden_grad", [False, True])
+def test_replicated_tokens_without_a_group(reduce_hidden_grad: bool, workers: Pool) -> None:
+    """Each rank has the whole vocabulary, and so the whole gradient."""
+    full = make_inputs(Case(lead=(12,)))
+    expected = oracle.reference(full.hidden, full.weight, full.target)
+    for gradient in workers.run(2, _replicated_tokens_without_a_group, reduce_hidden_grad):
+        compare.assert_close(gradient, expected.hidden_grad, 1e-5, "hidden gradient")
 
 
 def _two_dimensional(ctx: Context) -> Any:

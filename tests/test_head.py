@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, VocabShard, count_valid_tokens
+from flce_dist import LinearCrossEntropyLoss, LossOptions, VocabParallelHead, VocabShard, count_valid_tokens
 from flce_dist.attach import attach_loss
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, make_inputs, reference_of
@@ -262,6 +262,30 @@ def test_linear_cross_entropy_loss_module_sharded(workers: Pool) -> None:
     case = Case(world=2)
     for loss in workers.run(2, _loss_module, case):
         compare.assert_loss(loss, reference_of(case).loss, 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_options_that_are_set_later(compiled: bool) -> None:
+    """They change the loss as well as the logits."""
+    torch.compiler.reset()
+    full = make_inputs(Case(lead=(5,)))
+    options: dict[str, Any] = {"reduction": "sum", "softcap": 2.0, "label_smoothing": 0.1}
+    head = VocabParallelHead(H, V, reduction="mean", label_smoothing=0.2, z_loss=0.1)
+    expected = VocabParallelHead(H, V, **options)
+    expected.load_state_dict(head.state_dict())
+    loss = LinearCrossEntropyLoss(z_loss=0.1)
+    before = head(full.hidden, full.target)
+    for module in (head, loss):
+        module.options = LossOptions(**options)
+    called = torch.compile(head, fullgraph=True, backend="aot_eager") if compiled else head
+    assert torch.equal(called(full.hidden, full.target), expected(full.hidden, full.target))
+    assert not torch.equal(called(full.hidden, full.target), before)
+    assert torch.equal(called(full.hidden), expected(full.hidden))
+    assert torch.equal(loss(full.hidden, head.weight, full.target), expected(full.hidden, full.target))
+    assert head.options == loss.options == expected.options
+    wrong: Any = options
+    with pytest.raises(TypeError, match="options must be LossOptions, got"):
+        head.options = wrong
 
 
 def _count(ctx: Context, ignore_index: int, grouped: bool) -> Tensor:

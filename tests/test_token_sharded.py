@@ -1,5 +1,6 @@
 """hidden_layout="sharded": each rank has its own tokens and its own rows of the vocabulary; one loss for the group."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,12 +213,16 @@ def test_a_weight_trainable_on_one_rank(reduction: str, workers: Pool) -> None:
         assert "requires grad" in str(outcome.error)
 
 
-def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...]) -> str | None:
+def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...], check_ranks: str) -> str | None:
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(ctx.rank))
     weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(9)).requires_grad_(trained[ctx.rank])
-    loss = linear_cross_entropy(
-        hidden, weight, torch.tensor([0, 9, 4]), group=ctx.group, vocab_size=10, hidden_layout="sharded"
-    )
+    loss_of = partial(
+        linear_cross_entropy, hidden, weight, torch.tensor([0, 9, 4]), group=ctx.group, vocab_size=10,
+        hidden_layout="sharded",
+    )  # fmt: skip
+    with torch.no_grad():  # all ranks want no gradient here, and say so
+        loss_of(check_ranks="always")
+    loss = loss_of(check_ranks=check_ranks)
     if not loss.requires_grad:
         return None
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
@@ -229,17 +234,40 @@ def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...]) -> str | None:
     return "equal"
 
 
+@pytest.mark.parametrize("check_ranks", ["always", "first"])
 @pytest.mark.parametrize("trained", [(True, False), (False, True), (True, True), (False, False)])
-def test_a_second_backward_on_some_ranks_is_an_error_and_no_hang(trained: tuple[bool, bool], workers: Pool) -> None:
-    """A frozen body, and a weight that trains on one rank, which would gather alone. On all ranks it is right."""
-    for answer, trains in zip(workers.run(2, _twice_on_some_ranks, trained), trained, strict=True):
+def test_a_second_backward_on_some_ranks_is_an_error_and_no_hang(
+    trained: tuple[bool, bool], check_ranks: str, workers: Pool
+) -> None:
+    """A frozen body, and a weight that trains on one rank, which would gather alone. On all ranks it is right, where
+    they have said so: of a call that is not checked nobody knows."""
+    answers = workers.run(2, _twice_on_some_ranks, trained, check_ranks, timeout=20)
+    for answer, trains in zip(answers, trained, strict=True):
         assert (answer is not None) == trains
-        if trains and all(trained):
+        if trains and all(trained) and check_ranks == "always":
             assert answer == "equal"
         elif trains:
             assert answer is not None
             assert "second backward" in answer
             assert "recompute" in answer
+
+
+def _twice_with_a_body(ctx: Context) -> None:
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(ctx.rank)).requires_grad_()
+    weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(9))
+    for _ in range(2):  # the second call is not checked
+        loss = linear_cross_entropy(
+            hidden, weight, torch.tensor([0, 9, 4]), group=ctx.group, vocab_size=10, hidden_layout="sharded",
+            check_ranks="first",
+        )  # fmt: skip
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, hidden)
+    compare.assert_close(second, first.double(), 1e-5, "second gradient")
+
+
+def test_a_second_backward_of_a_call_that_is_not_checked(workers: Pool) -> None:
+    """Whether the hidden states need a gradient is alike on all ranks, so this backward runs on all."""
+    workers.run(2, _twice_with_a_body)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...attach import attach_loss, detach_loss
 from ...head import VocabParallelHead
-from ...options import LossOptions, LossOptionsDict
+from ...options import LossOptionsDict
 from .verify import is_of_framework
 
 _FORMER = "_flce_former_options"
@@ -98,9 +99,8 @@ def give_loss(head: nn.Module, group: dist.ProcessGroup | None, **arguments: Any
     """
     if isinstance(head, VocabParallelHead):
         options = {name: value for name, value in arguments.items() if name in _OPTIONS}
-        setattr(head, _FORMER, (head._options, head.raw_logits))
-        head._options = {**head._options, **options}  # type: ignore[typeddict-item]
-        head.options = LossOptions(**head._options)
+        setattr(head, _FORMER, (head.options, head.raw_logits))
+        head.options = dataclasses.replace(head.options, **options)
         head.raw_logits = True  # the model caps and scales them itself
         return
     # With vocab_shard it is a framework's own parallel layer, whose caller knows what it is.
@@ -119,8 +119,7 @@ def take_loss(head: nn.Module) -> None:
     if not isinstance(head, VocabParallelHead):
         detach_loss(head)
         return
-    head._options, head.raw_logits = getattr(head, _FORMER)
-    head.options = LossOptions(**head._options)
+    head.options, head.raw_logits = getattr(head, _FORMER)
     delattr(head, _FORMER)
 
 
