@@ -108,8 +108,9 @@ def test_aux_outputs_of_no_tokens(lead: tuple[int, ...], world: int, workers: Po
 
 
 def test_aux_of_features_that_change_the_logits(workers: Pool) -> None:
-    """lse, entropy and predictions are those of the capped, scaled, biased logits."""
+    """lse, entropy and predictions are those of the capped, scaled, biased logits; the z part is scaled as the loss is."""
     options = (("softcap", 2.0), ("logit_scale", 3.0), ("label_smoothing", 0.2), ("token_scaling", True))
+    options += (("z_loss", 1e-2),)
     check(Case(world=2, bias=True, aux=AUX, options=options, token_weight=True, class_weight=True), workers)
 
 
