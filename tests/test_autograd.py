@@ -251,7 +251,7 @@ def _gradient_penalty(case: Case, backward: str) -> None:
 
 @pytest.mark.parametrize(("reduction", "backward"), BACKWARDS)
 def test_double_backward_is_a_clear_error(reduction: str, backward: str) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)differentiate|double.backward|create_graph"):
+    with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph"):
         _gradient_penalty(Case(reduction=reduction), backward)
 
 
@@ -264,7 +264,7 @@ def test_a_jit_trace_is_a_clear_error() -> None:
 
 def test_torch_func_is_a_clear_error() -> None:
     full = make_inputs(Case())
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)torch\.func|functorch|vmap|setup_context"):
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms: use autograd"):
         torch.func.grad(lambda x: linear_cross_entropy(x, full.weight, full.target))(full.hidden)
 
 
