@@ -121,6 +121,8 @@ class WeightGradient:
         self._first = False
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the shard `[num_rows, H]`, in the dtype of accumulation, and of its bias `[num_rows]`, in at
+        least float32; None where not needed. Rows of padding are 0."""
         if self.weight is not None and (self._first or self._num_columns < self.weight.shape[0]):
             self.weight[0 if self._first else self._num_columns :].zero_()
         return self.weight, self.bias

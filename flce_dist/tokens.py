@@ -47,9 +47,11 @@ class ReplicatedTokens:
         return per_row
 
     def hidden_chunk(self, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """Hidden states `[C, H]` of a chunk: a view, no collective."""
         return span(hidden, start, stop)
 
     def hidden_gradient(self, hidden: Tensor, reduce_dtype: torch.dtype, reduce: bool) -> HiddenGradient:
+        """The gradient of `hidden [n, H]`, not yet written. Without `reduce` it stays this rank's part of the sum."""
         return HiddenGradient(hidden, reduce_dtype, self.group if reduce else None)
 
 
@@ -88,6 +90,7 @@ class HiddenGradient:
             self._pending.append((work, part, self._grad[start:stop]))
 
     def wait(self) -> None:
+        """Until all sums that were started are in the gradient, in its dtype."""
         for work, part, place in self._pending:
             work.wait()
             if part.data_ptr() != place.data_ptr():
@@ -95,6 +98,7 @@ class HiddenGradient:
         self._pending.clear()
 
     def finish(self) -> Tensor:
+        """The gradient `[n, H]` in the hidden states' dtype, once all its sums are there."""
         self.wait()
         return self._grad
 
@@ -145,7 +149,7 @@ class ShardedTokens:
         return torch.cat([chunks.reshape(*lead, whole // self.num_ranks), rest], -1)[..., : self.num_tokens]
 
     def hidden_chunk(self, hidden: Tensor, start: int, stop: int) -> Tensor:
-        """One all-gather of `[C, H]`, in the hidden states' dtype."""
+        """Hidden states `[C, H]` of a chunk. One all-gather of `[C/W, H]` of each rank, in the hidden states' dtype."""
         start, stop = start // self.num_ranks, stop // self.num_ranks
         piece = hidden[start:stop]
         if piece.shape[0] < stop - start:
@@ -155,6 +159,7 @@ class ShardedTokens:
         return collectives.all_gather(piece, self.group).flatten(0, 1)
 
     def hidden_gradient(self, hidden: Tensor, reduce_dtype: torch.dtype, reduce: bool) -> HiddenGradient:
+        """The gradient of `hidden [n, H]`, not yet written; always reduced."""
         return ShardedHiddenGradient(hidden, reduce_dtype, self.group)
 
 
@@ -165,7 +170,8 @@ class ShardedHiddenGradient(HiddenGradient):
         return self._free_scratch(stop - start)
 
     def start_reduce(self, part: Tensor, start: int, stop: int) -> None:
-        """Starts one reduce-scatter of `[C, H]` in the reduction dtype."""
+        """Starts the sum over the ranks, of which each gets its own tokens. One reduce-scatter of `[C, H]` in the
+        reduction dtype."""
         assert self._group is not None
         num_ranks = collectives.world_size(self._group)
         start, stop = start // num_ranks, stop // num_ranks

@@ -214,6 +214,22 @@ def test_a_backward_that_needs_its_inputs_again_notices_a_changed_one(name: str,
         loss.backward()
 
 
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"backward": "recompute"}, {}], ids=str)
+def test_targets_and_class_weights_made_in_inference_mode(options: dict[str, Any]) -> None:
+    """Torch counts no writes to those: they cannot be noticed, and are no reason to fail."""
+    case = Case(class_weight=True, reduction=options.get("reduction", "mean"), options=(("label_smoothing", 0.1),))
+    full = leaves(case)
+    with torch.inference_mode():
+        given = make_inputs(case)
+    assert given.target.is_inference()
+    linear_cross_entropy(
+        full.hidden, full.weight, given.target, class_weight=given.class_weight, label_smoothing=0.1, **options
+    ).backward(full.upstream)
+    expected = reference_of(case)
+    compare.assert_close(full.hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(full.weight.grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
 def test_an_expanded_weight(options: dict[str, Any]) -> None:
     """Its storage is smaller than its shape, and was not freed."""
@@ -236,7 +252,7 @@ def _gradient_penalty(case: Case, backward: str) -> None:
 
 @pytest.mark.parametrize(("reduction", "backward"), BACKWARDS)
 def test_double_backward_is_a_clear_error(reduction: str, backward: str) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)differentiate|double.backward|create_graph"):
+    with pytest.raises(RuntimeError, match=r"no second derivative.*create_graph"):
         _gradient_penalty(Case(reduction=reduction), backward)
 
 
@@ -249,7 +265,7 @@ def test_a_jit_trace_is_a_clear_error() -> None:
 
 def test_torch_func_is_a_clear_error() -> None:
     full = make_inputs(Case())
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)torch\.func|functorch|vmap|setup_context"):
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms: use autograd"):
         torch.func.grad(lambda x: linear_cross_entropy(x, full.weight, full.target))(full.hidden)
 
 
@@ -387,6 +403,15 @@ def test_any_layout_of_the_inputs(layout: str, reduction: str) -> None:
 def test_any_layout_of_the_inputs_interpreted(layout: str, reduction: str, interpreted_workers: Pool) -> None:
     """Kernels see memory, not strides."""
     interpreted_workers.run(1, _any_layout, layout, reduction, "triton")
+
+
+@pytest.mark.parametrize(("layout", "copies"), [("transposed", 0), ("strided", 1)])
+def test_a_weight_is_copied_where_no_product_takes_it_and_once(layout: str, copies: int) -> None:
+    """A GEMM takes a matrix with a stride of 1; any other it would copy for itself, in each chunk."""
+    hidden, weight, target = _layout(layout)
+    with Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, chunk_rows=3)
+    assert len([what for _, what in trace.allocated if what.startswith("clone -> (21, 8)")]) == copies
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -9,7 +9,6 @@ from flce_dist import LossOptions, VocabShard, arguments, linear_cross_entropy
 
 X, E = torch.randn(6, 8), torch.randn(21, 8)
 T = torch.tensor([0, 3, 20, -100, 7, 7])
-REFUSED = (ValueError, TypeError, NotImplementedError)
 
 
 def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> torch.Tensor:
@@ -33,8 +32,8 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"normalizer": torch.ones(2)}, ValueError, ["normalizer"]),
         ({"weight": torch.randn(21, 8, 1)}, ValueError, ["weight"]),
         # dtypes
-        ({"target": T.float()}, REFUSED, ["target", "float32"]),
-        ({"target": torch.rand(6, 21)}, REFUSED, ["target", "float32"]),
+        ({"target": T.float()}, TypeError, ["target", "float32"]),
+        ({"target": torch.rand(6, 21)}, TypeError, ["target", "float32"]),
         ({"target": T.to(torch.int16)}, TypeError, ["target", "int16"]),
         ({"target": T.to(torch.uint8)}, TypeError, ["target", "uint8"]),
         ({"target": T > 0}, TypeError, ["target", "bool"]),
@@ -52,9 +51,17 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"weight": torch.nn.Linear(8, 21)}, TypeError, ["weight", "Linear"]),
         ({"normalizer": "six"}, TypeError, ["normalizer", "six"]),
         # what cannot be differentiated
-        ({"token_weight": torch.ones(6, requires_grad=True)}, REFUSED, ["token_weight"]),
-        ({"class_weight": torch.ones(21, requires_grad=True)}, REFUSED, ["class_weight"]),
-        ({"normalizer": torch.tensor(3.0, requires_grad=True)}, REFUSED, ["normalizer"]),
+        (
+            {"token_weight": torch.ones(6, requires_grad=True)},
+            ValueError,
+            ["token_weight may not require grad"],
+        ),
+        (
+            {"class_weight": torch.ones(21, requires_grad=True)},
+            ValueError,
+            ["class_weight may not require grad"],
+        ),
+        ({"normalizer": torch.tensor(3.0, requires_grad=True)}, ValueError, ["normalizer", "without grad"]),
         ({"normalizer": torch.tensor(3.0, dtype=torch.bfloat16)}, ValueError, ["normalizer", "bfloat16", "int64"]),
         # devices
         ({"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
@@ -85,9 +92,9 @@ def test_wrong_arguments_are_described(arguments: dict[str, Any], error: Any, wo
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("scale", [float("nan"), "2", None])
-def test_hidden_grad_scale_is_a_finite_number(scale: Any) -> None:
-    with pytest.raises(REFUSED, match="hidden_grad_scale"):
+@pytest.mark.parametrize(("scale", "error"), [(float("nan"), ValueError), ("2", TypeError), (None, TypeError)])
+def test_hidden_grad_scale_is_a_finite_number(scale: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="hidden_grad_scale must be"):
         call(hidden_grad_scale=scale)
 
 
@@ -100,11 +107,20 @@ def test_numbers_beyond_float32(name: str, value: float) -> None:
     assert call(**{name: 1e30}).isfinite()
 
 
-@pytest.mark.parametrize("max_tokens", [3, -1, 2.0])
-def test_max_tokens_is_checked(max_tokens: Any) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "error", "words"),
+    [
+        (3, ValueError, "6 tokens, more than max_tokens=3"),
+        (-1, ValueError, "max_tokens must be at least 0, got -1"),
+        (2.0, TypeError, "max_tokens must be an int"),
+    ],
+)
+def test_max_tokens_is_checked(max_tokens: Any, error: type[Exception], words: str) -> None:
     """Too small for the tokens there are, or no count; and without token sharding it has no meaning."""
-    with pytest.raises(REFUSED, match="max_tokens"):
+    with pytest.raises(error, match=words):
         call(hidden_layout="sharded", max_tokens=max_tokens)
+    with pytest.raises(ValueError, match='max_tokens is for hidden_layout="sharded"'):
+        call(max_tokens=6)
 
 
 @pytest.mark.parametrize("bad", [21, 22, -1, -7, 10**9, -(10**9)])
@@ -190,12 +206,12 @@ def test_weights_as_frameworks_leave_them(kind: str, names: str, remedy: str, gr
 
 
 def test_triton_on_cpu_without_the_interpreter_does_not_fall_back() -> None:
-    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=r"(?i)triton"):
+    with pytest.raises(ValueError, match='backend="triton" cannot run'):
         call(backend="triton")
 
 
 def test_an_options_object_is_no_keyword() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="options"):
         call(options=LossOptions())
 
 

@@ -98,3 +98,10 @@ def test_a_tensor_on_another_device_on_one_rank_of_a_known_group(workers: Pool) 
     assert all(outcome.error is None for outcome in outcomes(workers, 2, {}))
     found = outcomes(workers, 2, {1: {"hidden": torch.empty(N, H, device="meta")}})
     assert_all_raise(found, "ValueError", "device")
+
+
+def test_ranks_whose_tensors_are_all_on_another_kind_of_device(workers: Pool) -> None:
+    """Fine alone; the ranks' collectives would not meet."""
+    on_meta = {name: t.to("meta") for name, t in arguments(1, 2).items() if isinstance(t, torch.Tensor)}
+    found = outcomes(workers, 2, {1: on_meta}, hidden_layout="sharded", max_tokens=N)
+    assert_all_raise(found, "ValueError", "agree about the kind of device, got rank 0: cpu, rank 1: meta")

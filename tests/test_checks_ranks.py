@@ -65,10 +65,10 @@ def test_the_unchanged_call_is_right(workers: Pool) -> None:
 LOCAL = {
     "hidden width": ({"hidden": torch.randn(N, H + 1)}, "ValueError"),
     "target shape": ({"target": torch.zeros(N - 1, dtype=torch.int64)}, "ValueError"),
-    "target dtype": ({"target": torch.zeros(N)}, ("TypeError", "NotImplementedError", "ValueError")),
+    "target dtype": ({"target": torch.zeros(N)}, "TypeError"),
     "bias length": ({"bias": torch.zeros(V)}, "ValueError"),
     "class weight length": ({"class_weight": torch.ones(V // 2)}, "ValueError"),
-    "token weight grad": ({"token_weight": torch.ones(N, requires_grad=True)}, ("TypeError", "ValueError")),
+    "token weight grad": ({"token_weight": torch.ones(N, requires_grad=True)}, "ValueError"),
     "option value": ({"label_smoothing": 2.0}, "ValueError"),
     "option name": ({"smoothing": 0.1}, "TypeError"),
     "aux name": ({"aux": ("probabilities",)}, "ValueError"),
@@ -80,7 +80,7 @@ LOCAL = {
     "normalizer too large": ({"normalizer": 10**400}, "ValueError"),
     "scale too large": ({"logit_scale": 10**400}, "ValueError"),
     "ignore_index too large": ({"ignore_index": 2**70}, "ValueError"),
-    "triton on a CPU": ({"backend": "triton"}, ("ValueError", "RuntimeError", "NotImplementedError")),
+    "triton on a CPU": ({"backend": "triton"}, "ValueError"),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_local_error_on_one_rank_is_raised_on_all(name: str, bad_rank: int, wo
     # The rank that was fine learns which one was not, and what it said.
     own = results[bad_rank].error
     assert own is not None
-    assert_all_raise([results[1 - bad_rank]], ("ValueError", "TypeError"), f"rank {bad_rank}", own.message)
+    assert_all_raise([results[1 - bad_rank]], "ValueError", f"rank {bad_rank}", own.message)
 
 
 STRANGE = [None, "text", 3.5, -1, True, [1, 2], {"a": 1}, torch.zeros(2, 3, 4), torch.tensor(7), object]
@@ -127,7 +127,7 @@ def test_strange_values_on_one_rank_are_raised_on_all(name: str, workers: Pool) 
             continue
         results = workers.outcomes(2, _strange, name, at, timeout=10)
         assert_all_raise([results[1]], ("TypeError", "ValueError"), name)
-        assert_all_raise([results[0]], ("TypeError", "ValueError"), "rank 1")
+        assert_all_raise([results[0]], "ValueError", "rank 1")
 
 
 def _strange(ctx: Context, name: str, at: int) -> None:
@@ -180,42 +180,57 @@ def test_the_same_local_error_on_all_ranks(workers: Pool) -> None:
     assert_all_raise(outcomes(workers, 2, {}, label_smoothing=2.0), "ValueError", "label_smoothing")
 
 
-# The ranks are each fine alone and disagree.
-DISAGREEMENTS = {
-    "number of tokens": {"hidden": torch.randn(4, H), "target": torch.tensor([0, 1, 2, 3])},
-    "leading shape": {"hidden": torch.randn(2, 3, H), "target": torch.zeros(2, 3, dtype=torch.int64)},
-    "hidden size": {"hidden": torch.randn(N, 3), "weight": torch.randn(V // 2, 3)},
-    "dtype": {"hidden": torch.randn(N, H).bfloat16(), "weight": torch.randn(V // 2, H).bfloat16()},
-    "target data": {"target": torch.tensor([0, 3, 4, 7, -100, 3])},
-    "ignored data": {"target": torch.tensor([0, 3, 4, 7, 2, -100])},
-    "hidden data": {"hidden": torch.randn(N, H, generator=torch.Generator().manual_seed(5)).requires_grad_()},
-    "requires_grad of hidden": {"hidden": arguments(0, 1)["hidden"].detach()},
-    "vocabulary size": {"vocab_size": None, "vocab_shard": VocabShard(9, 4, 8)},
-    "reduction": {"reduction": "sum"},
-    "reduction none": {"reduction": "none"},
-    "label smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-3},
-    "softcap": {"softcap": 30.0},
-    "logit scale": {"logit_scale": 2.0},
-    "ignore index": {"ignore_index": -1},
-    "chunk rows": {"chunk_rows": 2},
-    "budget": {"logits_budget": 64},
-    "backward": {"backward": "recompute"},
-    "token scaling": {"token_scaling": True},
-    "reduction of hidden grad": {"reduce_hidden_grad": False},
-    "normaliser": {"normalizer": 3.0},
-    "aux": {"aux": ("entropy",)},
-    "scale of hidden grad": {"hidden_grad_scale": 2.0},
-    "bias on one rank": {"bias": torch.zeros(V // 2)},
-    "token weight on one rank": {"token_weight": torch.ones(N)},
-    "class weight on one rank": {"class_weight": torch.ones(V)},
-    "layout": {"hidden_layout": "sharded"},
+# The ranks are each fine alone and disagree, about what the message says.
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "number of tokens": (
+        {"hidden": torch.randn(4, H, requires_grad=True), "target": torch.tensor([0, 1, 2, 3])},
+        "about the number of tokens, got rank 0: 6, rank 1: 4",
+    ),
+    "hidden size": ({"hidden": torch.randn(N, 3), "weight": torch.randn(V // 2, 3)}, "about the hidden size"),
+    "dtype": (
+        {"hidden": torch.randn(N, H).bfloat16(), "weight": torch.randn(V // 2, H).bfloat16()},
+        "about the dtype",
+    ),
+    "target data": ({"target": torch.tensor([0, 3, 4, 7, -100, 3])}, "about the targets"),
+    "ignored data": ({"target": torch.tensor([0, 3, 4, 7, 2, -100])}, "about the targets"),
+    "hidden data": (
+        {"hidden": torch.randn(N, H, generator=torch.Generator().manual_seed(5)).requires_grad_()},
+        "must have the same hidden",
+    ),
+    "requires_grad of hidden": ({"hidden": arguments(0, 1)["hidden"].detach()}, "about whether hidden requires grad"),
+    "vocabulary size": ({"vocab_size": None, "vocab_shard": VocabShard(9, 4, 8)}, "about vocab_size"),
+    "reduction": ({"reduction": "sum"}, "'reduction': 'sum'"),
+    "reduction none": ({"reduction": "none"}, "'reduction': 'none'"),
+    "label smoothing": ({"label_smoothing": 0.1}, "'label_smoothing': '0.1'"),
+    "z-loss": ({"z_loss": 1e-3}, "'z_loss': '0.001'"),
+    "softcap": ({"softcap": 30.0}, "'softcap': '30.0'"),
+    "logit scale": ({"logit_scale": 2.0}, "'logit_scale': '2.0'"),
+    "ignore index": ({"ignore_index": -1}, "'ignore_index': '-1'"),
+    "chunk rows": ({"chunk_rows": 2}, "'chunk_rows': '2'"),
+    "budget": ({"logits_budget": 64}, "'logits_budget': '64'"),
+    "backward": ({"backward": "recompute"}, "'backward': 'recompute'"),
+    "token scaling": ({"token_scaling": True}, "'token_scaling': 'True'"),
+    "reduction of hidden grad": ({"reduce_hidden_grad": False}, "about reduce_hidden_grad"),
+    "normaliser": ({"normalizer": 3.0}, "rank 0: [], rank 1: ['normalizer']"),
+    "aux": ({"aux": ("entropy",)}, "about aux"),
+    "scale of hidden grad": ({"hidden_grad_scale": 2.0}, "about hidden_grad_scale"),
+    "bias on one rank": ({"bias": torch.zeros(V // 2)}, "rank 0: [], rank 1: ['bias']"),
+    "token weight on one rank": ({"token_weight": torch.ones(N)}, "rank 0: [], rank 1: ['token_weight']"),
+    "class weight on one rank": ({"class_weight": torch.ones(V)}, "rank 0: [], rank 1: ['class_weight']"),
+    "layout": ({"hidden_layout": "sharded"}, "about the hidden layout"),
 }
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_ranks_that_disagree_all_raise(name: str, workers: Pool) -> None:
-    assert_all_raise(outcomes(workers, 2, {1: DISAGREEMENTS[name]}), "ValueError")
+    change, words = DISAGREEMENTS[name]
+    assert_all_raise(outcomes(workers, 2, {1: change}), "ValueError", words)
+
+
+@pytest.mark.parametrize("value", [4.0, torch.tensor(4.0)], ids=["number", "tensor"])
+def test_ranks_that_disagree_about_the_value_of_a_normalizer(value: Any, workers: Pool) -> None:
+    found = outcomes(workers, 2, {1: {"normalizer": value}}, normalizer=torch.tensor(3.0))
+    assert_all_raise(found, "ValueError", "about normalizer, got rank 0: 3.0, rank 1: 4.0")
 
 
 @pytest.mark.parametrize("name", ["class_weight", "token_weight"])
@@ -230,51 +245,55 @@ def test_ranks_that_disagree_about_the_data_of_weights(name: str, layout: str, w
         assert_all_raise(results, "ValueError", name)
 
 
-@pytest.mark.parametrize("name", ["number of tokens", "softcap", "target data", "bias on one rank"])
-def test_one_of_four_ranks_that_disagrees(name: str, workers: Pool) -> None:
-    change = dict(DISAGREEMENTS[name])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("number of tokens", "rank 1: 6, rank 2: 4, rank 3: 6"),
+        ("softcap", "rank 2: {'softcap': '30.0'}"),
+        ("target data", "about the targets"),
+        ("bias on one rank", "rank 2: ['bias']"),
+    ],
+)
+def test_one_of_four_ranks_that_disagrees(name: str, words: str, workers: Pool) -> None:
+    change, _ = DISAGREEMENTS[name]
     if "bias" in change:
-        change["bias"] = torch.zeros(V // 4)
-    assert_all_raise(outcomes(workers, 4, {2: change}), "ValueError")
+        change = {"bias": torch.zeros(V // 4)}
+    assert_all_raise(outcomes(workers, 4, {2: change}), "ValueError", words)
 
 
-def test_a_disagreement_about_an_option_names_it(workers: Pool) -> None:
-    for name, value in (("softcap", 30.0), ("label_smoothing", 0.25), ("chunk_rows", 2)):
-        assert_all_raise(outcomes(workers, 2, {1: {name: value}}), "ValueError", name)
-
-
-# Shards that do not partition the vocabulary, as (start, stop) of each rank.
+# Shards that do not partition the vocabulary, as (start, stop) of each rank, and what is wrong.
 PARTITIONS = {
-    "overlap": [(0, 5), (4, 8)],
-    "gap": [(0, 3), (4, 8)],
-    "short": [(0, 4), (4, 7)],
-    "both full": [(0, 8), (0, 8)],
-    "same shard": [(0, 4), (0, 4)],
+    "overlap": ([(0, 5), (4, 8)], "shards overlap at id 4"),
+    "gap": ([(0, 3), (4, 8)], "ids [3, 4) of 8 are on no rank"),
+    "short": ([(0, 4), (4, 7)], "ids [7, 8) are on no rank"),
+    "both full": ([(0, 8), (0, 8)], "shards overlap at id 0"),
+    "same shard": ([(0, 4), (0, 4)], "shards overlap at id 0"),
 }
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_shards_that_overlap_or_leave_gaps(name: str, workers: Pool) -> None:
     full = arguments(0, 1)["weight"].detach()
+    shards, words = PARTITIONS[name]
     change = {
         rank: {"weight": full[start:stop].clone(), "vocab_size": None, "vocab_shard": VocabShard(V, start, stop)}
-        for rank, (start, stop) in enumerate(PARTITIONS[name])
+        for rank, (start, stop) in enumerate(shards)
     }
-    assert_all_raise(outcomes(workers, 2, change), "ValueError")
+    assert_all_raise(outcomes(workers, 2, change), "ValueError", "must hold each id once", words)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_full_weight_where_a_shard_is_meant(world: int, workers: Pool) -> None:
     full = arguments(0, 1)["weight"].detach()
-    assert_all_raise(outcomes(workers, world, {}, weight=full), "ValueError", str(V))
+    assert_all_raise(outcomes(workers, world, {}, weight=full), "ValueError", "this is the full weight")
 
 
 def test_a_shard_of_the_wrong_size(workers: Pool) -> None:
-    assert_all_raise(outcomes(workers, 2, {1: {"weight": torch.randn(3, H)}}), "ValueError")
+    assert_all_raise(outcomes(workers, 2, {1: {"weight": torch.randn(3, H)}}), "ValueError", "weight has 3 rows")
 
 
 def test_vocab_size_is_required_with_a_plain_weight(workers: Pool) -> None:
-    assert_all_raise(outcomes(workers, 2, {}, vocab_size=None), "ValueError", "vocab_size")
+    assert_all_raise(outcomes(workers, 2, {}, vocab_size=None), "ValueError", "needs vocab_size", "vocab_shard")
 
 
 @pytest.mark.parametrize("call", ["loss", "head", "count", "graph"])
@@ -356,9 +375,9 @@ def _raw_fsdp2_weight(ctx: Context, group: str) -> None:
     linear_cross_entropy(hidden, weight, base["target"], group=ctx.group if group == "given" else None)
 
 
-@pytest.mark.parametrize("group", ["given", "none"])
-def test_raw_fsdp2_weight_as_a_shard(group: str, workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight, group), "ValueError")
+@pytest.mark.parametrize(("group", "words"), [("given", "must have the same hidden"), ("none", "group=None means")])
+def test_raw_fsdp2_weight_as_a_shard(group: str, words: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _raw_fsdp2_weight, group), "ValueError", words, "FSDP2")
 
 
 def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> float:
@@ -373,15 +392,10 @@ def _dtensor_with_a_wrong_placement(ctx: Context, kind: str) -> float:
 @pytest.mark.parametrize("kind", ["columns", "replicated"])
 def test_dtensor_with_a_wrong_placement(kind: str, workers: Pool) -> None:
     results = workers.outcomes(2, _dtensor_with_a_wrong_placement, kind)
-    assert_all_raise(results, ("ValueError", "NotImplementedError"))
+    assert_all_raise(results, "ValueError", "weight must be a plain tensor or a DTensor Shard(0)")
 
 
-def test_dtensor_shard_without_a_group_is_right_or_refused(workers: Pool) -> None:
+def test_dtensor_shard_without_a_group_is_refused(workers: Pool) -> None:
     """Never the loss of the local rows alone."""
     results = workers.outcomes(2, _dtensor_with_a_wrong_placement, "rows")
-    base = arguments(0, 1)
-    expected = torch.nn.functional.cross_entropy(base["hidden"] @ base["weight"].T, base["target"]).item()
-    if any(o.error is not None for o in results):
-        assert_all_raise(results, "ValueError", "group")
-    else:
-        assert [o.value for o in results] == pytest.approx([expected] * 2, rel=1e-5)
+    assert_all_raise(results, "ValueError", "group=None means that the vocabulary is not sharded")

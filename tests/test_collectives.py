@@ -107,13 +107,14 @@ def test_hidden_grad_reduction_starts_before_the_weight_gradient(reduction: str,
 
 
 def test_statistics_travel_in_one_small_packet(workers: Pool) -> None:
-    """A chunk's packet holds a few numbers a row, not columns."""
+    """A chunk's packet holds four numbers a row, not columns."""
+    sent = 4 * 4  # K statistics of C rows
     for forward, _ in workers.run(2, _trace, CASE):
-        for event in forward:
-            if event.name == "all_gather":
-                sizes = [torch.Size(shape).numel() for shape in event.shapes]
-                assert max(sizes) <= 2 * 8 * 4, event
-                assert set(event.dtypes) == {torch.float32}
+        packets = [event for event in forward if event.name == "all_gather"]
+        assert len(packets) == CHUNKS
+        for event in packets:
+            assert sorted(torch.Size(shape).numel() for shape in event.shapes) == [sent, 2 * sent], event
+            assert set(event.dtypes) == {torch.float32}
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -149,6 +149,16 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "V > 2^24" in options
 
 
+def test_each_file_has_its_place_in_the_design() -> None:
+    section = (ROOT / "docs" / "design.md").read_text().split("\n## Where things are\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    package = ROOT / "flce_dist"
+    files = [path.name for path in package.glob("[!_]*.py")]
+    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert sorted(named) == sorted(files + folders)
+
+
 def programs_of(page: Path) -> list[str]:
     return [block for block in PYTHON_BLOCK.findall(page.read_text()) if COMMAND.fullmatch(block.splitlines()[0])]
 

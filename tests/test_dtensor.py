@@ -91,6 +91,9 @@ def _wrong(ctx: Context, kind: str) -> None:
     elif kind == "bias sharded beside a plain weight":
         assert full.bias is not None
         weight, bias = weight.to_local(), distribute_tensor(full.bias, mesh, [Shard(0)])
+    elif kind == "bias on another mesh":
+        alone = DeviceMesh.from_group(ctx.groups[(ctx.rank,)], "cpu")
+        bias = DTensor.from_local(weight.to_local()[:, 0], alone, [Shard(0)])
     elif kind == "a place beside a DTensor":
         keywords["vocab_shard"] = VocabShard.even(21, ctx.rank, ctx.world)
     elif kind == "another group":
@@ -102,21 +105,22 @@ def _wrong(ctx: Context, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"),
+    ("kind", "error", "words"),
     [
-        ("hidden sharded over tokens", "placements"),
-        ("hidden sharded over its width", "placements"),
-        ("hidden partial", "placements"),
-        ("hidden replicated where sharded is said", "placements"),
-        ("plain bias", "bias"),
-        ("replicated bias", "bias"),
-        ("bias sharded beside a plain weight", "bias is a DTensor"),
-        ("a place beside a DTensor", "vocab_shard"),
-        pytest.param("another group", "[1, 0]", marks=needs_unsorted),
+        ("hidden sharded over tokens", "ValueError", "placements"),
+        ("hidden sharded over its width", "ValueError", "placements"),
+        ("hidden partial", "ValueError", "placements"),
+        ("hidden replicated where sharded is said", "ValueError", "placements"),
+        ("plain bias", "TypeError", "bias must be a DTensor sharded like weight"),
+        ("replicated bias", "TypeError", "bias must be a DTensor sharded like weight"),
+        ("bias on another mesh", "TypeError", "bias must be a DTensor sharded like weight"),
+        ("bias sharded beside a plain weight", "TypeError", "bias is a DTensor"),
+        ("a place beside a DTensor", "ValueError", "vocab_shard"),
+        pytest.param("another group", "ValueError", "[1, 0]", marks=needs_unsorted),
     ],
 )
-def test_placements_that_do_not_fit(kind: str, word: str, workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _wrong, kind), ("ValueError", "TypeError"), word)
+def test_placements_that_do_not_fit(kind: str, error: str, words: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _wrong, kind), error, words)
 
 
 def _on_another_mesh(ctx: Context, name: str) -> None:

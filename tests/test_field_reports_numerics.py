@@ -216,10 +216,9 @@ class TestB08ZLossUnderSharding:
         for result in results:
             compare.assert_loss(result.loss - result.aux["z_loss"], plain, 2e-5, "loss without its z part")
 
-    @pytest.mark.parametrize("world", [1, 2])
-    def test_coefficient_0_is_off_bit_for_bit(self, world: int, workers: Pool) -> None:
-        off = workers.run(world, run_case, Case(world=world))
-        zero = workers.run(world, run_case, Case(world=world, options=(("z_loss", 0.0),)))
+    def test_coefficient_0_is_off_bit_for_bit(self, workers: Pool) -> None:
+        off = workers.run(2, run_case, Case(world=2))
+        zero = workers.run(2, run_case, Case(world=2, options=(("z_loss", 0.0),)))
         for one, two in zip(off, zero, strict=True):
             compare.assert_same_bits([one.loss, two.loss], "loss")
             compare.assert_same_bits([one.hidden_grad, two.hidden_grad], "hidden gradient")

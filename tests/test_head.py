@@ -365,7 +365,12 @@ MAKE_MODULE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", MAKE_MODULE)
-@pytest.mark.parametrize(("name", "value"), [("hidden_layout", "x"), ("hidden_grad_scale", "x"), ("softcap", -1.0)])
-def test_what_no_tensor_decides_is_checked_when_a_module_is_made(kind: str, name: str, value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=name):
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("hidden_layout", "x", ValueError), ("hidden_grad_scale", "x", TypeError), ("softcap", -1.0, ValueError)],
+)
+def test_what_no_tensor_decides_is_checked_when_a_module_is_made(
+    kind: str, name: str, value: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=f"{name} must be"):
         MAKE_MODULE[kind](**{name: value})

@@ -1,9 +1,14 @@
 """What a step allocates: one chunk of logits or a weight-sized tensor at most, never the logits of all tokens."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 
 from flce_dist import linear_cross_entropy
+from flce_dist.tokens import ShardedTokens
 from tests.kit import heads
 from tests.kit.cases import Case, loss_arguments
 from tests.kit.trace import Trace
@@ -84,6 +89,31 @@ def test_sharded_step_never_holds_the_full_vocabulary(reduction: str, split: str
         columns = -(-(stop - start) // 64) * 64
         allowed = max(16 * columns * 4, (stop - start) * 8 * 4, 256 * 8 * 4)
         assert size <= allowed, f"{size} > {allowed} bytes by {what}"
+
+
+def _gathered_chunks_alive(ctx: Context, case: Case) -> list[int]:
+    """How many of the chunks before are alive when the next is gathered."""
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    gathered: list[weakref.ref[Tensor]] = []
+    alive = []
+    gather = ShardedTokens.hidden_chunk
+
+    def watch(tokens: ShardedTokens, hidden: Tensor, start: int, stop: int) -> Tensor:
+        alive.append(sum(chunk() is not None for chunk in gathered))
+        x = gather(tokens, hidden, start, stop)
+        gathered.append(weakref.ref(x))
+        return x
+
+    with mock.patch.object(ShardedTokens, "hidden_chunk", watch):
+        loss = linear_cross_entropy(hidden, weight, target, **keywords)
+        loss.backward(torch.ones_like(loss))
+    return alive
+
+
+@pytest.mark.parametrize(("reduction", "passes"), [("mean", 1), ("none", 2)])
+def test_a_gathered_chunk_takes_the_memory_of_the_one_before(reduction: str, passes: int, workers: Pool) -> None:
+    case = Case(lead=(16,), world=2, tokens=(8, 8), reduction=reduction, chunk_rows=4)
+    assert workers.run(2, _gathered_chunks_alive, case) == [[0] * 4 * passes] * 2
 
 
 def test_evaluation_allocates_no_gradient() -> None:

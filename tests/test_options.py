@@ -9,6 +9,7 @@ import torch
 from tests.kit import compare
 from tests.kit.cases import Case, all_pairs, case_id, check, judge, product, run_case
 from tests.kit.workers import Pool
+from tests.test_checks_ranks import assert_all_raise
 
 FEATURES: dict[str, Any] = {
     "reduction": ["mean", "sum", "none"],
@@ -108,8 +109,10 @@ def test_aux_outputs_of_no_tokens(lead: tuple[int, ...], world: int, workers: Po
 
 
 def test_aux_of_features_that_change_the_logits(workers: Pool) -> None:
-    """lse, entropy and predictions are those of the capped, scaled, biased logits."""
-    options = (("softcap", 2.0), ("logit_scale", 3.0), ("label_smoothing", 0.2), ("token_scaling", True))
+    """They are those of the capped, scaled, biased logits; the z part is scaled and weighted as the loss is."""
+    options = (
+        ("softcap", 2.0), ("logit_scale", 3.0), ("label_smoothing", 0.2), ("token_scaling", True), ("z_loss", 1e-2),
+    )  # fmt: skip
     check(Case(world=2, bias=True, aux=AUX, options=options, token_weight=True, class_weight=True), workers)
 
 
@@ -167,9 +170,13 @@ def test_a_switched_off_feature_changes_no_bit(options: dict[str, Any], reductio
     from tests.kit.cases import make_inputs
 
     full = make_inputs(Case())
-    plain = linear_cross_entropy(full.hidden, full.weight, full.target, reduction=reduction)
-    off = linear_cross_entropy(full.hidden, full.weight, full.target, reduction=reduction, **options)
-    compare.assert_same_bits([plain, off], "loss")
+    leaves = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    results = []
+    for keywords in ({}, options):
+        loss = linear_cross_entropy(*leaves, full.target, reduction=reduction, **keywords)
+        results.append((loss, *torch.autograd.grad(loss.sum(), leaves)))
+    for name, *both in zip(("loss", "hidden gradient", "weight gradient"), *results, strict=True):
+        compare.assert_same_bits(both, name)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -205,14 +212,12 @@ def test_skip_ignored_saves_the_products_of_ignored_rows() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_skip_ignored_still_predicts_ignored_tokens_or_refuses(world: int, workers: Pool) -> None:
-    """predictions are promised for ignored tokens too; skipping them may not return something else silently."""
-    case = Case(world=world, aux=("predictions",), options=(("skip_ignored", True),))
-    outcomes = workers.outcomes(world, run_case, case)
-    if all(o.error is not None for o in outcomes):
-        assert all("skip_ignored" in o.error.message for o in outcomes if o.error)
-    else:
-        judge(case, [o.value for o in outcomes])
+@pytest.mark.parametrize("name", ["predictions", "lse", "entropy"])
+def test_outputs_of_ignored_tokens_are_refused_where_they_are_skipped(name: str, world: int, workers: Pool) -> None:
+    """They are promised for ignored tokens too; skipping those may not return something else silently."""
+    case = Case(world=world, aux=(name,), options=(("skip_ignored", True),))
+    words = f"aux '{name}' is given for ignored tokens too, which skip_ignored=True never computes"
+    assert_all_raise(workers.outcomes(world, run_case, case), "ValueError", words)
 
 
 @pytest.mark.parametrize("kind", ["int", "float", "tensor", "int tensor", "numpy"])

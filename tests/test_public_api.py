@@ -86,9 +86,9 @@ def test_signature_of_linear_cross_entropy_is_pinned() -> None:
 
 
 def test_loss_output_fields_are_pinned() -> None:
+    """In their order, by which a caller may unpack them."""
     fields = ("loss", "z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
-    assert set(flce_dist.LossOutput._fields) == set(fields)
-    assert flce_dist.LossOutput._fields[0] == "loss"
+    assert flce_dist.LossOutput._fields == fields
     assert issubclass(flce_dist.LossOutput, tuple)
 
 
@@ -123,8 +123,8 @@ def test_import_and_use_without_triton() -> None:
         torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ w.T, t))
         try:
             flce_dist.linear_cross_entropy(x, w, t, backend="triton")
-        except (ImportError, RuntimeError, ValueError) as error:
-            assert "triton" in str(error).lower(), error
+        except ValueError as error:
+            assert "triton is not installed" in str(error), error
         else:
             raise AssertionError("backend='triton' without triton fell back silently")
         """
