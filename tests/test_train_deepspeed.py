@@ -119,6 +119,16 @@ def test_full_logits_through_the_engine(runs: Runs, one_rank: Path) -> None:
     assert_same_curve(run_folder, one_rank, 1e-5, steps=STEPS)
 
 
+def test_full_logits_are_divided_once(runs: Runs, one_rank: Path) -> None:
+    """Also where the engine has no loss of ours, and divides the gradient of its output by itself."""
+    file = runs.place.folder / "float32_sums.json"
+    values = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    file.write_text(json.dumps(values))
+    where = ("parallel.mode=deepspeed", f"parallel.deepspeed={file}")
+    run_folder = runs.train("float32_sums", *where, "loss=torch", "train.accumulation=2")
+    assert curve(run_folder, "grad_norm")[1] == pytest.approx(curve(one_rank, "grad_norm")[1], rel=0.02)
+
+
 @pytest.mark.parametrize(
     "values",
     [{}, {"flce_dist": {"label_smoothing": 0.1}}, {"loss": {"type": "flce_dist", "label_smoothing": 0.1}}],

@@ -161,9 +161,10 @@ class DeepSpeed(DataParallel):
         return self.engine.optimizer
 
     def backward(self, loss: Tensor) -> None:
-        # The trainer's divisor is that of the whole step already. Each micro-step is announced to the engine, which
-        # updates the parameters in the last.
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # The trainer's divisor is that of the whole step already, and the engine divides by the micro-steps. (Without a
+        # loss of ours, some engines of 0.19.8 also do when told not to.) Each micro-step is announced to the engine,
+        # which updates the parameters in the last.
+        self.engine.backward(loss * self.config.train.accumulation)
         self.engine.step()
 
     def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
