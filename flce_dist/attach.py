@@ -33,6 +33,9 @@ class HeadLoss:
         # The arguments hold process groups, which are handles. A bound method is copied with its module.
         return HeadLoss(copy.deepcopy(self.plain_forward, memo), self.own_forward, self.arguments)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a head with a loss cannot be pickled: save the model's state dict, or detach_loss(head) first")
+
 
 def attach_loss(
     head: nn.Module,
@@ -48,7 +51,7 @@ def attach_loss(
 
     The loss is computed from `head.weight` (and `head.bias`) as they are inside the forward: gathered by FSDP or ZeRO,
     a vocabulary shard under tensor parallelism, a DTensor `Shard(0)` on the tensor mesh under both. Parameters, names
-    and the state dict stay. `detach_loss` undoes it.
+    and the state dict stay. `detach_loss` undoes it; until then the module can be copied, but not pickled.
 
     Args:
         head: a module with `weight [L, H]` and optionally `bias [L]`, and no other parameters.

@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deepspeed", metavar="FILE", help="DeepSpeed configuration (JSON); see configs/deepspeed/")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher; in LOCAL_RANK
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted keys with YAML values")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # overrides on both sides of an option
     ranks = Ranks.start()
     code = 0
     try:

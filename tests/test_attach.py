@@ -1,7 +1,9 @@
 """attach_loss and detach_loss: a head that a framework owns computes the loss in its own forward."""
 
 import copy
+import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,17 @@ def test_a_copy_uses_its_own_parameters() -> None:
         head.weight.zero_()
     assert not clone(hidden).eq(head(hidden)).all()
     torch.testing.assert_close(clone(hidden, target), _reference(clone, hidden, target)[0])
+
+
+def test_a_head_is_refused_when_it_is_pickled_and_can_be_without_its_loss(tmp_path: Path) -> None:
+    head, hidden, _ = _data()
+    attach_loss(head)
+    with pytest.raises(TypeError, match=re.escape("cannot be pickled: save the model's state dict, or detach_loss")):
+        torch.save(nn.Sequential(head), tmp_path / "model.pt")
+    detach_loss(head)
+    torch.save(head, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(hidden), head(hidden))
 
 
 def test_a_forward_that_a_framework_replaced_comes_back() -> None:

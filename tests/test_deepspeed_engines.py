@@ -92,6 +92,21 @@ def test_variants_on_two_ranks(cell: Cell, engine_workers: Engines) -> None:
     run(engine_workers, 2, cell)
 
 
+FLOAT32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+NORMALIZED = [
+    *[Cell(stage, dtype, 2) for stage in range(4) for dtype in DTYPES],
+    Cell(1, "bfloat16", 2, extra=FLOAT32_SUMS),  # another optimizer of DeepSpeed's
+    Cell(0, accumulation=2, llama=True),
+    Cell(3, accumulation=2, section=DATA),
+]
+
+
+@pytest.mark.parametrize("cell", [replace(cell, normalized=True) for cell in NORMALIZED], ids=lambda cell: cell.id)
+def test_the_caller_divides_by_the_normalizer_of_a_step(cell: Cell, engine_workers: Engines) -> None:
+    """The loss is the engine's own output, no clipping hides another scale of the gradients, and nor does SGD."""
+    run(engine_workers, 2, cell)
+
+
 AUTOTP = {
     "tensor_parallel": {
         "autotp_size": 2,

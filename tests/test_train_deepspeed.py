@@ -100,6 +100,55 @@ def test_resumes_exactly(config: str, runs: Runs) -> None:
     assert_same_curve(after, before, 0.0, steps=STEPS)
 
 
+def test_resumes_with_another_stage_that_gathers_no_weights(runs: Runs) -> None:
+    before = runs.full("zero1")
+    after = resumable_copy(before, runs.place.folder / "zero1_to_zero2", STEPS)
+    runs.train("zero1_to_zero2", *file_of("zero2"), "train.accumulation=2", "checkpoint.resume=true")
+    assert_same_curve(after, before, 1e-5, steps=STEPS)
+
+
+FSDP = ("parallel.mode=fsdp", "parallel.head=sharded")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks", "message"),
+    [
+        ("zero3", FSDP, 2, "was written by parallel.mode deepspeed, which alone reads it"),
+        ("fsdp", file_of("zero3"), 2, "was not written by parallel.mode deepspeed (it has no layout.json)"),
+        ("zero3", file_of("zero3"), 4, "was written with number of ranks 2, not 4"),
+        ("zero1", file_of("zero3"), 2, "was written with zero_optimization.stage 1 or 2, not 3"),
+        ("autotp", file_of("zero1"), 2, "was written with tensor_parallel.autotp_size 2, not 1"),
+        ("zero3", file_of("zero3_never_gathered"), 2, "was written with vocab_parallel other than data, not data"),
+    ],
+    ids=["to FSDP", "from FSDP", "ranks", "stage", "autotp_size", "vocab_parallel"],
+)
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_training(
+    before: str, after: tuple[str, ...], ranks: int, message: str, runs: Runs
+) -> None:
+    if before in CONFIGS:
+        folder = runs.full(before)
+    elif not (folder := runs.place.folder / before).exists():
+        runs.place.ranks(2, before, *COMMON, *FSDP, "checkpoint.every=6")
+    arguments = runs.place.arguments(before, *COMMON, *after, "checkpoint.resume=true")
+    for outcome in runs.engines(ranks).outcomes(ranks, _refused, arguments):
+        assert outcome.error is not None
+        assert SetupError.__name__ in outcome.error.classes
+        checkpoint = folder / "checkpoints" / f"step-{STEPS:08d}"
+        assert outcome.error.message == f"checkpoint.resume: {checkpoint} {message}"
+
+
+def test_the_trainer_leaves_with_the_line_of_a_refused_checkpoint(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.full("zero3")
+    capsys.readouterr()
+    assert train.main(runs.place.arguments("zero3", *COMMON, "checkpoint.resume=true")) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("train.py: checkpoint.resume: ")
+    assert printed.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_export_holds_the_trained_model(config: str, runs: Runs, one_rank: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -117,6 +166,16 @@ def test_full_logits_through_the_engine(runs: Runs, one_rank: Path) -> None:
     where = ("parallel.mode=deepspeed", f"parallel.deepspeed={file}")
     run_folder = runs.train("torch", *where, "loss=torch", "train.accumulation=2")
     assert_same_curve(run_folder, one_rank, 1e-5, steps=STEPS)
+
+
+def test_full_logits_are_divided_once(runs: Runs, one_rank: Path) -> None:
+    """Also where the engine has no loss of ours, and divides the gradient of its output by itself."""
+    file = runs.place.folder / "float32_sums.json"
+    values = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    file.write_text(json.dumps(values))
+    where = ("parallel.mode=deepspeed", f"parallel.deepspeed={file}")
+    run_folder = runs.train("float32_sums", *where, "loss=torch", "train.accumulation=2")
+    assert curve(run_folder, "grad_norm")[1] == pytest.approx(curve(one_rank, "grad_norm")[1], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +255,7 @@ def test_mode_and_file_go_together(place: Workplace, capsys: pytest.CaptureFixtu
     for override in ("parallel.mode=deepspeed", "parallel.deepspeed=zero3.json"):
         assert train.main(place.arguments("refused", override)) == 2
         assert capsys.readouterr().err.startswith("train.py: parallel.deepspeed: a DeepSpeed configuration goes with")
-    assert train.main([*place.arguments("refused"), "--deepspeed", "gone.json"]) == 2
+    assert train.main([*place.arguments("refused"), "--deepspeed", "gone.json", "train.steps=1"]) == 2
     assert "parallel.deepspeed: gone.json: Expected a string path to an existing" in capsys.readouterr().err
 
 

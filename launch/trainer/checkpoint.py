@@ -24,7 +24,8 @@ from .parallel import Ranks
 from .schema import ConfigError
 
 _NAME = re.compile(r"step-(\d{8})")
-_LAST = (".metadata", "latest")  # written at the end, by torch.distributed.checkpoint and by DeepSpeed
+DEEPSPEED_LAST = "latest"
+_LAST = (".metadata", DEEPSPEED_LAST)  # written at the end, by torch.distributed.checkpoint and by DeepSpeed
 # Flat optimizer keys name the parameter, not its place in a group: groups differ with the number of ranks.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 # What must not change between the parts of one run; other sections (optimizer, loss, ranks, length) may.

@@ -7,6 +7,7 @@ file, or the YAML's `loss`, puts the loss into its head.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from .optim import make_optimizer
 from .parallel import DataParallel, Ranks
 from .schema import Config, ConfigError
 
-LATEST = "latest"  # the file with which DeepSpeed ends a checkpoint
+LAYOUT = "layout.json"  # in a checkpoint's folder: what DeepSpeed cannot change when it loads one
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -161,9 +162,10 @@ class DeepSpeed(DataParallel):
         return self.engine.optimizer
 
     def backward(self, loss: Tensor) -> None:
-        # The trainer's divisor is that of the whole step already. Each micro-step is announced to the engine, which
-        # updates the parameters in the last.
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # The trainer's divisor is that of the whole step already, and the engine divides by the micro-steps. (Without a
+        # loss of ours, some engines of 0.19.8 also do when told not to.) Each micro-step is announced to the engine,
+        # which updates the parameters in the last.
+        self.engine.backward(loss * self.config.train.accumulation)
         self.engine.step()
 
     def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -179,27 +181,46 @@ class DeepSpeed(DataParallel):
         for name, tensor in state.items():
             yield name, tensor.clone()  # a parameter is a view of a larger buffer, which safetensors refuses to write
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How the engine splits the model, as far as a checkpoint depends on it."""
+        section = read_section(self.values)
+        return {
+            "number of ranks": self.ranks.size,
+            "zero_optimization.stage": "3" if int(self.values["zero_optimization"]["stage"]) == 3 else "1 or 2",
+            "tensor_parallel.autotp_size": self.tensor_ranks,
+            "vocab_parallel": "data" if section is not None and section.vocab_parallel == "data" else "other than data",
+        }
+
+    def check_resumable(self, path: Path) -> None:
+        if not (path / LAYOUT).is_file():
+            raise ConfigError(
+                "checkpoint.resume", f"{path} was not written by parallel.mode deepspeed (it has no {LAYOUT})"
+            )
+        before = json.loads((path / LAYOUT).read_text())
+        for key, now in self.layout.items():
+            if before.get(key) != now:
+                raise ConfigError("checkpoint.resume", f"{path} was written with {key} {before.get(key)}, not {now}")
+
     def make_checkpoints(self, folder: Path) -> Checkpoints:
-        return EngineCheckpoints(folder, self.config.checkpoint.keep, self.ranks, self.engine)
+        return EngineCheckpoints(folder, self.config.checkpoint.keep, self.ranks, self)
 
 
 class EngineCheckpoints(Checkpoints):
     """DeepSpeed's checkpoints in the trainer's folders: whole or absent, and exact to resume by as many ranks."""
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks, engine: Any):
+    def __init__(self, folder: Path, keep: int, ranks: Ranks, mode: DeepSpeed):
         super().__init__(folder, keep, ranks)
-        self.engine = engine
+        self.mode = mode
 
     def write(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.engine.save_checkpoint(str(folder), tag="engine")
+        if self.ranks.is_main:
+            (folder / LAYOUT).write_text(json.dumps(self.mode.layout))
+        self.mode.engine.save_checkpoint(str(folder), tag="engine")
         torch.save(rng_state(), self._rng(folder))
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if not self._rng(path).exists():
-            raise ConfigError(
-                "checkpoint.resume", f"{path} was written by another number of ranks, or not by DeepSpeed"
-            )
-        self.engine.load_checkpoint(str(path))
+        self.mode.engine.load_checkpoint(str(path))
         set_rng_state(torch.load(self._rng(path)))
 
     def _rng(self, folder: Path) -> Path:

@@ -208,8 +208,17 @@ class ParallelMode:
             # A copy: with uneven shards the whole is a view of a larger buffer, which safetensors refuses to write.
             yield name, tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor
 
+    def check_resumable(self, path: Path) -> None:
+        """Raises ConfigError: a checkpoint that the mode cannot continue from."""
+        from .checkpoint import DEEPSPEED_LAST  # which imports Ranks from here
+
+        if (path / DEEPSPEED_LAST).is_file():
+            raise ConfigError(
+                "checkpoint.resume", f"{path} was written by parallel.mode deepspeed, which alone reads it"
+            )
+
     def make_checkpoints(self, folder: Path) -> Checkpoints:
-        from .checkpoint import Checkpoints  # which imports Ranks from here
+        from .checkpoint import Checkpoints
 
         return Checkpoints(folder, self.config.checkpoint.keep, self.ranks)
 

@@ -60,6 +60,8 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
         raise SetupError(f"data.paths: the machines do not read the same text: {sorted(map(str, folders))}")
 
     with ranks.agree():
+        if resume_from is not None:
+            mode.check_resumable(resume_from)
         tokens = open_tokens(folders.pop(), config)
         model = build_model(config, tokens, device)
         mode.place_head(model)

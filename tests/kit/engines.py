@@ -37,6 +37,8 @@ class Cell:
     zero_init: bool = False
     llama: bool = False
     """A model of transformers, called with labels, instead of `TinyModel`."""
+    normalized: bool = False
+    """Divide by `step_normalizer`, and let `engine.backward` divide nothing."""
     section: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Cell:
             + ["bias"] * self.bias
             + ["mpu"] * self.mpu
             + ["zero.Init"] * self.zero_init
+            + ["normalized"] * self.normalized
         )
         parts += [f"{key}={value}" for key, value in self.section.items()]
         return "-".join([*parts, *self.zero, *self.extra])
@@ -233,18 +236,25 @@ def gathered(engine: Any) -> dict[str, Tensor]:
 
 def steps(engine: Any, cell: Cell, trained: Trained, forward: Callable[..., Any] | None = None) -> None:
     """STEPS optimizer steps on this rank's part of the batches."""
+    from flce_dist.integrations.deepspeed import step_normalizer
+
     data_ranks, rank = dist.get_world_size(engine.data_parallel_group), dist.get_rank(engine.data_parallel_group)
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
     for step in batches(cell, data_ranks):
         total = torch.zeros((), device=engine.device)
-        for ids, labels in ((ids.to(engine.device), labels.to(engine.device)) for ids, labels in step):
+        step = [(ids[mine].to(engine.device), labels[mine].to(engine.device)) for ids, labels in step]
+        arguments: dict[str, Any] = {}
+        if cell.normalized:
+            targets = torch.stack([labels[:, 1:] if cell.llama else labels for _, labels in step])
+            arguments["num_items_in_batch" if cell.llama else "normalizer"] = step_normalizer(engine, targets)
+        for ids, labels in step:
             if cell.llama:
-                loss = engine(input_ids=ids[mine], labels=labels[mine]).loss
+                loss = engine(input_ids=ids, labels=labels, **arguments).loss
             else:
-                loss = (forward or engine)(ids[mine], labels[mine])
-            engine.backward(loss)
+                loss = (forward or engine)(ids, labels, **arguments)
+            engine.backward(loss, scale_wrt_gas=not cell.normalized)
             engine.step()
-            total += loss.detach().float() / cell.accumulation
+            total += loss.detach().float() / (1 if cell.normalized else cell.accumulation)
         dist.all_reduce(total, group=engine.data_parallel_group)
         trained.losses.append(total.item() / data_ranks)
         trained.norms.append(float(engine.get_global_grad_norm() or 0.0))

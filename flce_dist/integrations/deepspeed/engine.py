@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import warnings
@@ -95,6 +96,7 @@ def attach(engine: Any) -> nn.Module | None:
     else:
         attach_loss(head, layout.group, **arguments)
         _warn_unless_called(engine, head, section)
+    _leave_gradients_undivided(engine)
     if section.vocab_parallel == "data":
         export_whole_head(engine)
         load_own_rows(engine, head)
@@ -139,6 +141,22 @@ def step_normalizer(engine: Any, target: Tensor) -> Tensor:
             )
         averaged = engine.seq_dp_world_size
     return count / averaged
+
+
+def _leave_gradients_undivided(engine: Any) -> None:
+    """Lets `backward(loss, scale_wrt_gas=False)` divide nothing when `loss` is what the engine returned.
+
+    A hook on the engine's outputs divides their gradients by the accumulation steps, unless another, which `backward`
+    puts on its loss, has run before. DeepSpeed 0.19.8 puts both on one tensor where it scales no loss (ZeRO stage 0,
+    and 16 bits with float32 accumulation): the dividing one runs first. A view of the loss has the other's to itself.
+    """
+    backward = engine.backward
+
+    @functools.wraps(backward)
+    def backward_of_a_view(loss: Any, *args: Any, **keywords: Any) -> Any:
+        return backward(loss.view_as(loss) if isinstance(loss, Tensor) else loss, *args, **keywords)
+
+    engine.backward = backward_of_a_view
 
 
 def _warn_unless_called(engine: Any, head: nn.Module, section: Section) -> None:
