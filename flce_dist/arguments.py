@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from . import agreement, checks, collectives
 from .backend import row_kernels
+from .kernels import torch_rows
 from .kernels.spec import RowSpec
 from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float, to_int
 from .shard import VocabShard, partition_error
@@ -161,6 +162,10 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_accumulation(options, hidden.dtype)
+    rows = row_kernels(options.backend, hidden.device)
+    if rows is not torch_rows:
+        for name in ("target", "class_weight", "token_weight"):
+            checks.check_own_memory(name, getattr(given, name))
     max_tokens = _count("max_tokens", given.max_tokens, 0)
     shard = _place(weight, group, _count("vocab_size", given.vocab_size, 1), given.vocab_shard)
     if given.class_weight is not None:
@@ -179,7 +184,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=to_float("hidden_grad_scale", given.hidden_grad_scale),
         aux=tuple(dict.fromkeys(given.aux)),
-        rows=row_kernels(options.backend, hidden.device),
+        rows=rows,
         spec=RowSpec(
             softcap=None if options.softcap is None else float(options.softcap),
             uniform=options.label_smoothing > 0,

@@ -84,7 +84,8 @@ def _row_inputs(
     mean = options.reduction == "mean" and normalizer is None
     valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
     weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
-    column_weight, column_weight_sum = None, shard.vocab_size
+    column_weight: Tensor | None = None
+    column_weight_sum: Tensor | int = shard.vocab_size
     if class_weight is not None and options.label_smoothing:
         column_weight = shard.take(class_weight).to(dtype).contiguous()
         column_weight_sum = class_weight.abs().sum(dtype=dtype)

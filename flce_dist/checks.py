@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .options import LossOptions, is_finite
 from .shard import VocabShard
@@ -119,6 +120,18 @@ def check_weight(weight: Tensor, hidden_size: int) -> None:
     check_not_freed(weight)
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
+
+
+def check_own_memory(name: str, tensor: Tensor | None) -> None:
+    """
+    Raises:
+        TypeError: a subclass that wraps other tensors, where a Triton kernel reads a tensor's memory itself.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, a wrapper without memory that the Triton kernels could read: pass "
+            'the plain tensor in it, or backend="torch"'
+        )
 
 
 def check_not_freed(weight: Tensor) -> None:

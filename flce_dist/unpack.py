@@ -1,4 +1,5 @@
-"""Arguments as one rank's plain tensors in one dtype: DTensors replaced by their local parts, autocast applied."""
+"""Arguments as one rank's plain tensors in one dtype: DTensors replaced by their local parts, results of asynchronous
+collectives awaited, autocast applied."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def local_tensors(given: Given) -> Given:
-    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`.
+    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`; ids and
+    weights of tokens and classes that a functional collective gave by its result.
 
     Raises:
         TypeError, ValueError: a DTensor with placements or a mesh that do not fit.
@@ -29,6 +32,10 @@ def local_tensors(given: Given) -> Given:
     elif isinstance(given.bias, DTensor):
         raise TypeError("bias is a DTensor but weight is not: pass both as DTensors, or both local")
     hidden, target, token_weight = given.hidden, given.target, given.token_weight
+    if any(isinstance(tensor, AsyncCollectiveTensor) for tensor in (target, token_weight, given.class_weight)):
+        # Operations wait for it themselves, but a Triton kernel reads memory.
+        target, token_weight, class_weight = map(_awaited, (target, token_weight, given.class_weight))
+        given = given._replace(target=target, token_weight=token_weight, class_weight=class_weight)
     if not any(isinstance(tensor, DTensor) for tensor in (hidden, target, token_weight)):
         return given
     return given._replace(
@@ -36,6 +43,10 @@ def local_tensors(given: Given) -> Given:
         target=_local_tokens("target", target, given),
         token_weight=None if token_weight is None else _local_tokens("token_weight", token_weight, given),
     )
+
+
+def _awaited(tensor: Any) -> Any:
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _local_weight(given: Given, weight: DTensor) -> Given:

@@ -2,17 +2,20 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit import compare, oracle
-from tests.kit.cases import Case, Result, judge, make_inputs, reference_of, run_case
+from tests.kit.cases import Case, Result, judge, loss_arguments, make_inputs, reference_of, run_case
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
 
@@ -388,3 +391,36 @@ def test_fake_tensors_give_shapes_and_the_memory_of_a_step(options: dict[str, An
         return sum(tracker.get_tracker_snapshot("peak")[torch.device("cpu")].values())
 
     assert peak(FakeTensorMode()) == peak(contextlib.nullcontext()) > 0
+
+
+GATHERED = Case(world=2, class_weight=True, token_weight=True, options=(("label_smoothing", 0.1),))
+
+
+def _gathered(ctx: Context, backend: str) -> Result:
+    (hidden, weight, target), keywords = loss_arguments(replace(GATHERED, backend=backend), ctx.rank, ctx.group)
+    whole = keywords | {"target": target}
+    for name in ("target", "token_weight", "class_weight"):
+        # A functional collective's result, which nothing has waited for yet.
+        whole[name] = all_reduce(whole[name] if ctx.rank == 0 else whole[name] * 0, "sum", ctx.group)
+        assert isinstance(whole[name], AsyncCollectiveTensor)
+    loss = linear_cross_entropy(hidden, weight, **whole)
+    loss.backward(make_inputs(GATHERED).upstream)  # type: ignore[union-attr]
+    return Result(loss.detach(), hidden.grad, weight.grad, None, {})  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_of_functional_collectives_are_awaited(backend: str, pool_for: Any) -> None:
+    judge(GATHERED, pool_for(backend).run(2, _gathered, backend))
+
+
+def _wrapped(_: Context, name: str) -> None:
+    full = make_inputs(replace(GATHERED, world=1))
+    given = {key: value for key, value in vars(full).items() if key != "upstream"} | {"label_smoothing": 0.1}
+    given[name] = TwoTensor(given[name], given[name])
+    linear_cross_entropy(**given, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["target", "token_weight", "class_weight"])
+def test_wrappers_without_memory_do_not_reach_a_triton_kernel(name: str, pool_for: Any) -> None:
+    words = f"{name} is a TwoTensor", "pass the plain tensor", 'backend="torch"'
+    assert_all_raise(pool_for("triton").outcomes(1, _wrapped, name), "TypeError", *words)
