@@ -223,7 +223,12 @@ def run_program(program: str, folder: Path) -> list[str]:
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
+        outputs = []
+        for process in processes:
+            outputs.append(process.communicate(timeout=500)[0])
+            if process.returncode:  # the others would wait for it
+                for other in processes:
+                    other.kill()
     finally:
         for process in processes:
             process.kill()
