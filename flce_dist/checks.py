@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from .options import LossOptions, is_finite
+from .options import LossOptions, is_finite, to_int
 from .shard import VocabShard
 
 if TYPE_CHECKING:
@@ -78,6 +78,18 @@ def checked_layout(hidden_layout: str) -> str:
     if hidden_layout not in ("replicated", "sharded"):
         raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {hidden_layout!r}')
     return hidden_layout
+
+
+def checked_count(name: str, value: object, least: int) -> int:
+    """A size, numpy's too, as Python's.
+
+    Raises:
+        TypeError, ValueError: not an int, or less than `least`.
+    """
+    count = to_int(name, value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
 
 
 def check_plain_autograd(given: Given | None) -> None:
