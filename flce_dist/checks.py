@@ -216,13 +216,15 @@ def check_no_grad(name: str, value: object) -> None:
 def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     """
     Raises:
-        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or one of 16 bits,
-            or not finite and positive as far as the host knows.
+        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU; a bool, or a tensor of
+            bool or 16 bits; a number that is negative or not finite. A tensor's value is not read, wherever it is.
     """
     if isinstance(value, DTensor):
         raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
     if isinstance(value, Tensor):
         check_no_grad("normalizer", value)
+        if value.dtype == torch.bool:
+            raise TypeError("normalizer must be a number or a 0-d tensor, got a bool tensor")
         if value.dim() != 0 or value.is_complex():
             raise ValueError(
                 f"normalizer must be a number or a real 0-d tensor, got {value.dtype} of shape {tuple(value.shape)}"
