@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
-from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy
+from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy, op
 from flce_dist.attach import attach_loss
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, Inputs, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
@@ -239,14 +239,37 @@ def test_an_output_that_is_asked_for_twice_in_a_graph() -> None:
     torch.testing.assert_close(tuple(output[i] for i in (0, 2, 6)), tuple(expected[i] for i in (0, 2, 6)))
 
 
-def test_evaluation_in_a_graph() -> None:
+def test_evaluation_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no gradient, though its tensors require grad."""
+    torch._dynamo.reset()
+    made: list[op.Gradients] = []
+    whole = op.run_chunks
+
+    def run_chunks(*arguments: Any) -> tuple[Tensor, op.Gradients]:
+        stats, gradients = whole(*arguments)
+        made.append(gradients)
+        return stats, gradients
+
+    monkeypatch.setattr(op, "run_chunks", run_chunks)
+    full = make_inputs(Case())
+    tensors = full.hidden.requires_grad_(), full.weight.requires_grad_(), full.target
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    with torch.no_grad():
+        loss = compiled(*tensors)
+    compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
+    assert made == [(None, None, None)]
+    compiled(*tensors)
+    assert made[1].hidden is not None
+    assert made[1].weight is not None
+
+
+def test_a_negative_normalizer_in_a_graph_is_an_error() -> None:
+    """A number is a tensor inside of the graph, whose value is not checked."""
     torch._dynamo.reset()
     full = make_inputs(Case())
-    with torch.no_grad():
-        loss = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)(
-            full.hidden, full.weight, full.target
-        )
-    compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
+    compiled = torch.compile(partial(linear_cross_entropy, normalizer=-1.0), fullgraph=True, backend=BACKEND)
+    with pytest.raises(Exception, match="normalizer must be finite in float32 and not negative, got -1"):
+        compiled(full.hidden, full.weight, full.target)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
