@@ -334,6 +334,21 @@ def test_gradients_under_autocast_in_a_graph() -> None:
     compare.assert_close(weight.grad, expected.weight_grad, compare.TOL16.grad, "weight gradient")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_of_a_graph_under_autocast(reduction: str) -> None:
+    """Autocast that is on in backward alone changes no operand of the operator that makes the logits again."""
+    torch._dynamo.reset()
+    full = make_inputs(Case(reduction=reduction))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    loss_of = partial(linear_cross_entropy, reduction=reduction)
+    loss = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, full.target)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward(full.upstream)
+    expected = reference_of(Case(reduction=reduction))
+    compare.assert_close(hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_inductor(reduction: str) -> None:
