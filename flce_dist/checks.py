@@ -128,7 +128,7 @@ def check_weight(weight: Tensor, hidden_size: int) -> None:
     Raises:
         ValueError: not `[rows, H]`, or freed; a weight as FSDP and ZeRO-3 leave it is named as such.
     """
-    check_not_freed(weight)
+    check_not_freed(weight)  # first: such a weight may have another shape too
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
@@ -138,8 +138,13 @@ def check_not_freed(weight: Tensor) -> None:
     Raises:
         ValueError: FSDP has freed the weight's memory, which its shape does not tell: it may be so in any call.
     """
-    if weight.numel() > 0 and weight.untyped_storage().nbytes() == 0:
+    if is_freed(weight):
         raise ValueError(f"weight {tuple(weight.shape)} has no memory: FSDP has freed it; {_REMEDY}")
+
+
+def is_freed(weight: Tensor) -> bool:
+    """Whether its memory is gone, as FSDP frees a weight outside of the module that owns it."""
+    return weight.numel() > 0 and weight.untyped_storage().nbytes() == 0
 
 
 def _left_by(weight: Tensor) -> str:
