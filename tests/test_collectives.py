@@ -107,12 +107,12 @@ def test_hidden_grad_reduction_starts_before_the_weight_gradient(reduction: str,
 
 
 def test_statistics_travel_in_one_small_packet(workers: Pool) -> None:
-    """A chunk's packet holds a few numbers a row, not columns."""
+    """A chunk's packet holds 4 numbers a row, not columns."""
     for forward, _ in workers.run(2, _trace, CASE):
         for event in forward:
             if event.name == "all_gather":
                 sizes = [torch.Size(shape).numel() for shape in event.shapes]
-                assert max(sizes) <= 2 * 8 * 4, event
+                assert sorted(sizes) == [4 * 4, 2 * 4 * 4], event
                 assert set(event.dtypes) == {torch.float32}
 
 
