@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import collectives
 from .arguments import Given, checked_arguments
-from .call import aux_outputs, check_targets, on_device, prepare, to_arguments
+from .call import loss_and_aux, on_device, prepare
 from .op import LinearCrossEntropy, Needs
 from .options import LossOptionsDict
 from .shard import VocabShard
@@ -111,11 +111,9 @@ def linear_cross_entropy(
     )
     with on_device(args.hidden.device):
         prepared = prepare(args, agreed, needs)
-        loss, stats, owned = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared, stats, owned)
-        if args.setting.options.reduction == "none":
-            loss = to_arguments(args, loss, prepared.kept)
-        return LossOutput(loss, **aux_outputs(args, prepared, stats)) if aux else loss
+        ran = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
+        loss, found = loss_and_aux(args, prepared, *ran)
+        return LossOutput(loss, **found) if aux else loss
 
 
 def scale_gradient(output: Tensor | LossOutput, factor: float) -> Tensor | LossOutput:

@@ -19,7 +19,7 @@ from . import agreement, checks, collectives
 from .backend import row_kernels
 from .kernels import torch_rows
 from .kernels.spec import RowSpec
-from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float, to_int
+from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float
 from .shard import VocabShard, partition_error
 from .unpack import autocast, local_tensors
 
@@ -166,8 +166,11 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     if rows is not torch_rows:
         for name in ("target", "class_weight", "token_weight"):
             checks.check_own_memory(name, getattr(given, name))
-    max_tokens = _count("max_tokens", given.max_tokens, 0)
-    shard = _place(weight, group, _count("vocab_size", given.vocab_size, 1), given.vocab_shard)
+    max_tokens, vocab_size = (
+        None if value is None else checks.checked_count(name, value, least)
+        for name, value, least in (("max_tokens", given.max_tokens, 0), ("vocab_size", given.vocab_size, 1))
+    )
+    shard = _place(weight, group, vocab_size, given.vocab_shard)
     if given.class_weight is not None:
         checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
     if token_weight is not None:
@@ -250,7 +253,8 @@ def _present(args: Arguments | None) -> Arguments:
 
 def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> agreement.Summary:
     """What the ranks of the group compare; reads the device."""
-    setting = args.setting
+    setting, options = args.setting, args.setting.options
+    budget = {"logits_budget": options.budget_bytes}  # however it was written
     replicated = setting.hidden_layout == "replicated"
     tensors = (args.hidden, args.weight, args.bias)
     grad = torch.is_grad_enabled()
@@ -261,19 +265,19 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         "the dtype": str(args.hidden.dtype),
         "the kind of device": args.hidden.device.type,
         "the hidden layout": setting.hidden_layout,
-        "the options": {key: str(value) for key, value in asdict(setting.options).items()},
+        "the options": {key: str(value) for key, value in (asdict(options) | budget).items()},
         "whether hidden requires grad": needs[0],
         "which optional arguments are given": [
             name for name in ("bias", "class_weight", "token_weight", "normalizer") if getattr(args, name) is not None
         ],
-        "aux": setting.aux,
+        "aux": sorted(setting.aux),
         "max_tokens": setting.max_tokens,
         "reduce_hidden_grad": setting.reduce_hidden_grad,
         "hidden_grad_scale": setting.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else str(float(args.normalizer)),
     }
     communicates = not replicated or compiled_needs is not None
-    if recomputes(setting.options, args.hidden.dtype) and not needs[0] and communicates:
+    if recomputes(options, args.hidden.dtype) and not needs[0] and communicates:
         # This backward communicates, so it must run on all ranks or on none.
         equal["whether weight or bias requires grad"] = any(needs[1:])
     same = {"class_weight": args.class_weight}
@@ -302,15 +306,6 @@ def _check_call(given: Given, options: LossOptions) -> None:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
         if options.skip_ignored and name in PER_TOKEN_AUX:
             raise ValueError(f"aux {name!r} is given for ignored tokens too, which skip_ignored=True never computes")
-
-
-def _count(name: str, value: int | None, least: int) -> int | None:
-    if value is None:
-        return None
-    count = to_int(name, value)
-    if count < least:
-        raise ValueError(f"{name} must be at least {least}, got {count}")
-    return count
 
 
 def _place(

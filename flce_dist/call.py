@@ -118,7 +118,21 @@ def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: i
     )
 
 
-def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:
+def loss_and_aux(
+    args: Arguments, prepared: Prepared, loss: Tensor, stats: Tensor, owned: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What follows a run of the call, `op.Computed` of it given: the loss in the arguments' shape, and `aux`.
+
+    Raises:
+        IndexError: as `_check_targets`.
+    """
+    _check_targets(args, prepared, stats, owned)
+    if args.setting.options.reduction == "none":
+        loss = _to_arguments(args, loss, prepared.kept)
+    return loss, _aux_outputs(args, prepared, stats)
+
+
+def _check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:
     """
     Raises:
         IndexError: on all ranks, with value and place of a target that is on no rank or on two (`owned` is false); on a
@@ -138,20 +152,20 @@ def check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Ten
         raise IndexError(f"target {int(args.target[position])} of token {int(position)} is {expected}")
 
 
-def to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Tensor:
+def _to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Tensor:
     """Values `[n]` of the kept tokens in the target's shape; 0 for the others."""
     if kept is not None:
         per_token = per_token.new_zeros(args.target.shape).index_copy(0, kept, per_token)
     return per_token.reshape(args.setting.target_shape)
 
 
-def aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str, Tensor]:
+def _aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str, Tensor]:
     """What `args.setting.aux` names: scalars of the group, or per-token values of this rank in the target's shape."""
     call, kept = prepared.call, prepared.kept
     spec, valid = call.spec, call.inputs.valid
 
     def per_token(values: Tensor) -> Tensor:
-        return to_arguments(args, call.tokens.to_local(values), kept)
+        return _to_arguments(args, call.tokens.to_local(values), kept)
 
     found: dict[str, Tensor] = {}
     for name in args.setting.aux:

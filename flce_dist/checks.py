@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .options import LossOptions, is_finite
+from .options import LossOptions, is_finite, to_int
 from .shard import VocabShard
 
 if TYPE_CHECKING:
@@ -81,6 +81,18 @@ def checked_layout(hidden_layout: str) -> str:
     return hidden_layout
 
 
+def checked_count(name: str, value: object, least: int) -> int:
+    """A size, numpy's too, as Python's.
+
+    Raises:
+        TypeError, ValueError: not an int, or less than `least`.
+    """
+    count = to_int(name, value)
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
+
+
 def check_plain_autograd(given: Given | None) -> None:
     """
     Args:
@@ -117,7 +129,7 @@ def check_weight(weight: Tensor, hidden_size: int) -> None:
     Raises:
         ValueError: not `[rows, H]`, or freed; a weight as FSDP and ZeRO-3 leave it is named as such.
     """
-    check_not_freed(weight)
+    check_not_freed(weight)  # first: such a weight may have another shape too
     if weight.dim() != 2 or weight.shape[1] != hidden_size:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
@@ -139,8 +151,13 @@ def check_not_freed(weight: Tensor) -> None:
     Raises:
         ValueError: FSDP has freed the weight's memory, which its shape does not tell: it may be so in any call.
     """
-    if weight.numel() > 0 and weight.untyped_storage().nbytes() == 0:
+    if is_freed(weight):
         raise ValueError(f"weight {tuple(weight.shape)} has no memory: FSDP has freed it; {_REMEDY}")
+
+
+def is_freed(weight: Tensor) -> bool:
+    """Whether its memory is gone, as FSDP frees a weight outside of the module that owns it."""
+    return weight.numel() > 0 and weight.untyped_storage().nbytes() == 0
 
 
 def _left_by(weight: Tensor) -> str:
@@ -217,13 +234,15 @@ def check_no_grad(name: str, value: object) -> None:
 def check_normalizer(value: Tensor | float, device: torch.device) -> None:
     """
     Raises:
-        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU, or one of 16 bits,
-            or not finite and positive as far as the host knows.
+        TypeError, ValueError: not a number or plain 0-d tensor on the inputs' device or the CPU; a bool, or a tensor of
+            bool or 16 bits; a number that is negative or not finite. A tensor's value is not read, wherever it is.
     """
     if isinstance(value, DTensor):
         raise TypeError("normalizer must be a number or a plain 0-d tensor, got a DTensor")
     if isinstance(value, Tensor):
         check_no_grad("normalizer", value)
+        if value.dtype == torch.bool:
+            raise TypeError("normalizer must be a number or a 0-d tensor, got a bool tensor")
         if value.dim() != 0 or value.is_complex():
             raise ValueError(
                 f"normalizer must be a number or a real 0-d tensor, got {value.dtype} of shape {tuple(value.shape)}"

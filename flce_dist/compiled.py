@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
-from .call import Prepared, aux_outputs, check_targets, on_device, prepare, to_arguments
+from .call import Prepared, loss_and_aux, on_device, prepare
 from .checks import check_no_grad, check_normalizer, check_plain_autograd
 from .collectives import sharding_group
 from .gemm import accumulation_dtype
@@ -139,10 +139,7 @@ def _forward(
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
         loss, stats, owned, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
-        check_targets(args, prepared, stats, owned)
-        if args.setting.options.reduction == "none":
-            loss = to_arguments(args, loss, prepared.kept)
-        aux = aux_outputs(args, prepared, stats)
+        loss, aux = loss_and_aux(args, prepared, loss, stats, owned)
         outputs = [loss, *(aux[name] for name in args.setting.aux)]
         if any(needs) and gradients is not None:
             scale = torch.stack([loss.new_full((), args.setting.hidden_grad_scale), loss.new_ones(())]) / factor

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import LossOutput, linear_cross_entropy
-from .checks import checked_layout
+from .checks import checked_count, checked_layout
 from .options import LossOptions, LossOptionsDict, options_of, to_float
 from .shard import VocabShard
 
@@ -129,8 +129,8 @@ class VocabParallelHead(_LossModule):
     ) -> None:
         super().__init__()
         self.options = options_of(options)
-        self.hidden_size = hidden_size
-        self.vocab_size = vocab_size
+        self.hidden_size = checked_count("hidden_size", hidden_size, 1)
+        self.vocab_size = checked_count("vocab_size", vocab_size, 1)
         if isinstance(group, DeviceMesh) and group.ndim > self._max_mesh_dims:
             wanted = " or ".join(f"{n}-D" for n in range(1, self._max_mesh_dims + 1))
             raise ValueError(
@@ -141,9 +141,10 @@ class VocabParallelHead(_LossModule):
         self.group = collectives.sharding_group(process_group)
         self.hidden_layout = checked_layout(hidden_layout)
         self.hidden_grad_scale = to_float("hidden_grad_scale", hidden_grad_scale)
-        self.shard = VocabShard.even(vocab_size, collectives.rank_in(self.group), collectives.world_size(self.group))
+        rank, num_ranks = collectives.rank_in(self.group), collectives.world_size(self.group)
+        self.shard = VocabShard.even(self.vocab_size, rank, num_ranks)
         rows = self.shard.num_rows
-        self.weight = self._parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        self.weight = self._parameter(torch.empty(rows, self.hidden_size, device=device, dtype=dtype))
         self.bias = self._parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
@@ -178,7 +179,7 @@ class VocabParallelHead(_LossModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform in ±1/sqrt(H). The full weight's random numbers are drawn on every rank, some rows at a time."""
-        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size else 0.0
+        bound = 1 / math.sqrt(self.hidden_size)
         for parameter in (self.weight, self.bias):
             if parameter is None or parameter.is_meta:
                 continue

@@ -43,7 +43,8 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "
 class LossOptions:
     """What the loss computes and how; the defaults are plain mean cross entropy.
 
-    Numbers may be numpy's, and become Python's here.
+    Numbers may be numpy's, and become Python's here; as arguments of a call in a compiled graph they must be Python's,
+    for there numpy's are arrays.
 
     Args:
         reduction: "mean" over the valid tokens, "sum", or "none" (one loss a token).

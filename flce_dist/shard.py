@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .options import to_int
+
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Rows `[start, stop)` of a vocabulary of `vocab_size` entries.
+    """Rows `[start, stop)` of a vocabulary of `vocab_size` entries. Numbers may be numpy's, and become Python's here.
 
     Raises:
         TypeError: a field is not an int.
@@ -29,8 +31,8 @@ class VocabShard:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "start", "stop"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"VocabShard.{name} must be an int, got {type(value).__name__} {value!r}")
+            if type(value) is not int:  # numpy's, or wrong
+                object.__setattr__(self, name, to_int(f"VocabShard.{name}", value))
         if self.vocab_size < 1:
             raise ValueError(f"VocabShard.vocab_size must be at least 1, got {self.vocab_size}")
         if not 0 <= self.start <= self.stop:

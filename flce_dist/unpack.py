@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .checks import checked_layout
+from .checks import checked_count, checked_layout
 from .collectives import sharding_group
 from .shard import VocabShard
 
@@ -74,7 +74,7 @@ def _local_weight(given: Given, weight: DTensor) -> Given:
             raise TypeError("bias must be a DTensor sharded like weight")
         bias = bias.to_local()
     rows = weight.shape[0]
-    size = rows if given.vocab_size is None else given.vocab_size
+    size = rows if given.vocab_size is None else checked_count("vocab_size", given.vocab_size, 1)
     shard = VocabShard.even(size, mesh.get_local_rank(), mesh.size(), num_rows=rows)
     return given._replace(weight=weight.to_local(), bias=bias, vocab_size=None, vocab_shard=shard)
 

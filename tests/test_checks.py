@@ -50,6 +50,7 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"target": [1, 2]}, TypeError, ["target", "list"]),
         ({"weight": torch.nn.Linear(8, 21)}, TypeError, ["weight", "Linear"]),
         ({"normalizer": "six"}, TypeError, ["normalizer", "six"]),
+        ({"normalizer": torch.tensor(True)}, TypeError, ["normalizer", "bool tensor"]),
         # what cannot be differentiated
         (
             {"token_weight": torch.ones(6, requires_grad=True)},
@@ -72,6 +73,8 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         # what goes together
         ({"hidden_layout": "sharded", "reduce_hidden_grad": False}, ValueError, ["reduce_hidden_grad", "replicated"]),
         ({"normalizer": 3, "reduction": "sum"}, ValueError, ["normalizer", "mean", "sum"]),
+        ({"normalizer": -2.0}, ValueError, ["normalizer", "not negative", "-2.0"]),
+        ({"normalizer": float("nan")}, ValueError, ["normalizer", "finite", "nan"]),
         # names
         ({"aux": ("loss_z",)}, ValueError, ["aux", "loss_z", "z_loss"]),
         ({"hidden_layout": "split"}, ValueError, ["hidden_layout", "split", "sharded"]),
@@ -225,6 +228,7 @@ LIKE_ANOTHER: list[tuple[dict[str, Any], dict[str, Any], Any, list[str]]] = [
     ({"normalizer": 3.0}, {"normalizer": -3.0}, ValueError, ["normalizer", "-3.0"]),
     ({"normalizer": 1}, {"normalizer": True}, TypeError, ["normalizer", "True"]),
     ({"normalizer": 3.0}, {"normalizer": 3.0, "reduction": "sum"}, ValueError, ["normalizer", "sum"]),
+    ({"reduction": "sum"}, {"normalizer": 3.0, "reduction": "sum"}, ValueError, ["normalizer", "sum"]),
     (
         {"class_weight": torch.ones(21)},
         {"class_weight": torch.ones(21, requires_grad=True)},

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist import VocabShard, linear_cross_entropy
+from tests.kit import compare
 from tests.kit.workers import MAX_WORLD, Context, Pool, fresh_group
 from tests.test_checks_ranks import H, N, V, arguments, assert_all_raise, outcomes
 
@@ -91,6 +92,26 @@ def test_an_error_that_all_ranks_find_needs_no_exchange(check_ranks: str, worker
     assert all(outcome.error is None for outcome in outcomes(workers, 2, {}, check_ranks="first"))
     found = outcomes(workers, 2, {}, check_ranks=check_ranks, class_weight=torch.ones(V + 1))
     assert_all_raise(found, "ValueError", "class_weight", str(V + 1))
+
+
+def _in_two_groups(ctx: Context) -> list[torch.Tensor]:
+    """The same call in one group after the other; rank 1 is the second rank of the one and the first of the other."""
+    losses = []
+    for ranks in ([0, 1], [1, 2]):
+        group = fresh_group(ctx, ranks)
+        if group is not None:
+            keywords = arguments(ranks.index(ctx.rank), 2)
+            losses.append(linear_cross_entropy(**keywords, group=group, check_ranks="never").detach())
+    return losses
+
+
+def test_a_rank_that_has_two_places_in_two_groups(workers: Pool) -> None:
+    """What was checked of a call, the rank's place in the vocabulary with it, is remembered for its group alone."""
+    alone = linear_cross_entropy(**arguments(0, 1)).detach()
+    losses = [loss for found in workers.run(MAX_WORLD, _in_two_groups) for loss in found]
+    assert len(losses) == 4
+    for loss in losses:
+        compare.assert_loss(loss, alone.double(), 1e-5)
 
 
 def test_a_tensor_on_another_device_on_one_rank_of_a_known_group(workers: Pool) -> None:

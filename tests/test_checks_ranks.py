@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flce_dist import VocabParallelHead, VocabShard, count_valid_tokens, linear_cross_entropy
 from tests.kit.workers import Context, Outcome, Pool
@@ -158,16 +158,40 @@ def _transformed(ctx: Context, by: str, transformed: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("check_ranks", ["first", "always"])
-def test_a_size_may_be_numpys_on_one_rank(check_ranks: str, workers: Pool) -> None:
-    first, second = workers.run(2, _numpy_size, check_ranks, timeout=10)
+@pytest.mark.parametrize("how", ["plain", "DTensor"])
+def test_a_size_may_be_numpys_on_one_rank(how: str, check_ranks: str, workers: Pool) -> None:
+    first, second = workers.run(2, _with_size, how, check_ranks, {1: np.int64(V)}, timeout=20)
     assert torch.equal(first, second)
 
 
-def _numpy_size(ctx: Context, check_ranks: str) -> Any:
+@pytest.mark.parametrize(("size", "error"), [("8", "TypeError"), (8.0, "TypeError"), (0, "ValueError")])
+@pytest.mark.parametrize("how", ["plain", "DTensor"])
+def test_a_size_that_is_none(how: str, size: Any, error: str, workers: Pool) -> None:
+    found = workers.outcomes(2, _with_size, how, "always", {0: size, 1: size})
+    assert_all_raise(found, error, f"vocab_size must be {'at least 1' if size == 0 else 'an int'}, got {size!r}")
+    assert all(outcome.error.message.startswith("vocab_size") for outcome in found)
+
+
+def _with_size(ctx: Context, how: str, check_ranks: str, sizes: dict[int, Any]) -> Any:
     keywords = arguments(ctx.rank, ctx.world)
-    if ctx.rank == 1:
-        keywords["vocab_size"] = np.int64(keywords["vocab_size"])
+    keywords["vocab_size"] = sizes.get(ctx.rank, V)
+    if how != "plain":
+        mesh = DeviceMesh.from_group(ctx.group, "cpu")
+        keywords["weight"] = DTensor.from_local(keywords["weight"].detach(), mesh, [Shard(0)])
     return linear_cross_entropy(**keywords, group=ctx.group, check_ranks=check_ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("logits_budget", "1KiB", 1024), ("aux", ("lse", "entropy"), ("entropy", "lse", "entropy"))],
+)
+def test_what_means_the_same_is_no_disagreement(name: str, first: Any, second: Any, workers: Pool) -> None:
+    workers.run(2, _written, [{name: first}, {name: second}])
+
+
+def _written(ctx: Context, written: list[dict[str, Any]]) -> None:
+    keywords: dict[str, Any] = arguments(ctx.rank, ctx.world) | written[ctx.rank]
+    linear_cross_entropy(**keywords, group=ctx.group, check_ranks="always")
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2, 3])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
-from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy
+from flce_dist import LinearCrossEntropyLoss, VocabParallelHead, linear_cross_entropy, op
 from flce_dist.attach import attach_loss
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, Inputs, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
@@ -239,14 +239,37 @@ def test_an_output_that_is_asked_for_twice_in_a_graph() -> None:
     torch.testing.assert_close(tuple(output[i] for i in (0, 2, 6)), tuple(expected[i] for i in (0, 2, 6)))
 
 
-def test_evaluation_in_a_graph() -> None:
+def test_evaluation_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no gradient, though its tensors require grad."""
+    torch._dynamo.reset()
+    made: list[op.Gradients] = []
+    whole = op.run_chunks
+
+    def run_chunks(*arguments: Any) -> tuple[Tensor, op.Gradients]:
+        stats, gradients = whole(*arguments)
+        made.append(gradients)
+        return stats, gradients
+
+    monkeypatch.setattr(op, "run_chunks", run_chunks)
+    full = make_inputs(Case())
+    tensors = full.hidden.requires_grad_(), full.weight.requires_grad_(), full.target
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    with torch.no_grad():
+        loss = compiled(*tensors)
+    compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
+    assert made == [(None, None, None)]
+    compiled(*tensors)
+    assert made[1].hidden is not None
+    assert made[1].weight is not None
+
+
+def test_a_negative_normalizer_in_a_graph_is_an_error() -> None:
+    """A number is a tensor inside of the graph, whose value is not checked."""
     torch._dynamo.reset()
     full = make_inputs(Case())
-    with torch.no_grad():
-        loss = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)(
-            full.hidden, full.weight, full.target
-        )
-    compare.assert_loss(loss, reference_of(Case()).loss, 1e-5)
+    compiled = torch.compile(partial(linear_cross_entropy, normalizer=-1.0), fullgraph=True, backend=BACKEND)
+    with pytest.raises(Exception, match="normalizer must be finite in float32 and not negative, got -1"):
+        compiled(full.hidden, full.weight, full.target)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -309,6 +332,21 @@ def test_gradients_under_autocast_in_a_graph() -> None:
     assert hidden.grad.dtype == torch.float32
     compare.assert_close(hidden.grad, expected.hidden_grad, compare.TOL16.grad, "hidden gradient")
     compare.assert_close(weight.grad, expected.weight_grad, compare.TOL16.grad, "weight gradient")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_of_a_graph_under_autocast(reduction: str) -> None:
+    """Autocast that is on in backward alone changes no operand of the operator that makes the logits again."""
+    torch._dynamo.reset()
+    full = make_inputs(Case(reduction=reduction))
+    hidden, weight = full.hidden.requires_grad_(), full.weight.requires_grad_()
+    loss_of = partial(linear_cross_entropy, reduction=reduction)
+    loss = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, full.target)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward(full.upstream)
+    expected = reference_of(Case(reduction=reduction))
+    compare.assert_close(hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
+    compare.assert_close(weight.grad, expected.weight_grad, 1e-5, "weight gradient")
 
 
 @pytest.mark.exhaustive

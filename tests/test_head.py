@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -262,6 +263,28 @@ def test_linear_cross_entropy_loss_module_sharded(workers: Pool) -> None:
     case = Case(world=2)
     for loss in workers.run(2, _loss_module, case):
         compare.assert_loss(loss, reference_of(case).loss, 1e-5)
+
+
+def test_sizes_may_be_numpys() -> None:
+    head = VocabParallelHead(np.int64(H), np.int32(V))
+    assert (type(head.hidden_size), type(head.vocab_size)) == (int, int)
+    assert head.weight.shape == (V, H)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "vocab_size", "error", "words"),
+    [
+        (0, 5, ValueError, "hidden_size must be at least 1, got 0"),
+        (-1, 5, ValueError, "hidden_size must be at least 1, got -1"),
+        (5, 0, ValueError, "vocab_size must be at least 1, got 0"),
+        (5, 11.0, TypeError, r"vocab_size must be an int, got 11\.0"),
+        (5, None, TypeError, "vocab_size must be an int, got None"),
+        ("5", 11, TypeError, "hidden_size must be an int, got '5'"),
+    ],
+)
+def test_sizes_that_are_none(hidden_size: Any, vocab_size: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^{words}"):
+        VocabParallelHead(hidden_size, vocab_size)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy
+from flce_dist import VocabShard, linear_cross_entropy
 from flce_dist.tokens import ShardedTokens
 from tests.kit import heads
 from tests.kit.cases import Case, loss_arguments
@@ -71,6 +71,26 @@ def test_budget_bounds_the_chunk(budget: str) -> None:
         linear_cross_entropy(hidden, weight, target, logits_budget=budget).backward()
     size, what = trace.largest_allocation
     assert size <= max(num_bytes, VOCAB * HIDDEN * 4, TOKENS * HIDDEN * 4), f"{size} bytes by {what}"
+
+
+def _largest_of_uneven_shards(ctx: Context, budget: int) -> tuple[int, str]:
+    start, stop = ((0, 4000), (4000, 4096))[ctx.rank]
+    hidden, weight, target = heads.random_head(TOKENS, HIDDEN, 4096, 0)
+    shard = weight[start:stop].clone().requires_grad_()
+    with Trace() as trace:
+        linear_cross_entropy(
+            hidden.requires_grad_(), shard, target, group=ctx.group, vocab_shard=VocabShard(4096, start, stop),
+            logits_budget=budget,
+        ).backward()  # fmt: skip
+    return trace.largest_allocation
+
+
+def test_budget_bounds_the_chunk_of_the_largest_shard(workers: Pool) -> None:
+    """An even split would have half its columns."""
+    budget = 2**18
+    assert budget >= 4000 * HIDDEN * 4, "the weight's gradient may not hide what the logits take"
+    for size, what in workers.run(2, _largest_of_uneven_shards, budget):
+        assert size <= budget, f"{size} bytes by {what}"
 
 
 def _sharded_step(ctx: Context, case: Case) -> tuple[int, str]:

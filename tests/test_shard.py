@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +80,12 @@ def test_a_shard_is_frozen_hashable_and_equal_by_value() -> None:
         shard.start = 3  # type: ignore[misc]
 
 
+def test_numbers_may_be_numpys() -> None:
+    shard = VocabShard(np.int64(10), np.int32(0), np.uint8(5))
+    assert shard == VocabShard(10, 0, 5)
+    assert all(type(value) is int for value in dataclasses.astuple(shard))
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -86,9 +93,9 @@ def test_a_shard_is_frozen_hashable_and_equal_by_value() -> None:
         ((-3, 0, 1), ValueError, "vocab_size"),
         ((10, -1, 5), ValueError, "start"),
         ((10, 6, 5), ValueError, "stop"),
-        ((10.0, 0, 5), TypeError, "vocab_size"),
-        ((10, 0, "5"), TypeError, "stop"),
-        ((10, True, 5), TypeError, "start"),
+        ((10.0, 0, 5), TypeError, r"VocabShard\.vocab_size must be an int, got 10\.0"),
+        ((10, 0, "5"), TypeError, r"VocabShard\.stop must be an int, got '5'"),
+        ((10, True, 5), TypeError, r"VocabShard\.start must be an int, got True"),
     ],
 )
 def test_wrong_fields_are_named(fields: tuple, error: type[Exception], message: str) -> None:
