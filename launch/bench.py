@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, scaling, workload
 from benchmark.arguments import DTYPES, parse_arguments
-from benchmark.ranks import Ranks, exit_process
+from benchmark.ranks import Ranks, run_and_exit
 from benchmark.report import Row
 from flce_dist.options import LossOptions, parse_bytes
 from flce_dist.plan import chunk_rows as planned_rows
@@ -317,4 +317,4 @@ def _collect(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    exit_process(main, sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

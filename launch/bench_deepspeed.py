@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench_fsdp_head import DTYPES, Model, Variant, measure_in_turn, parse, say, start
-from benchmark.ranks import exit_process
+from benchmark.ranks import run_and_exit
 
 VARIANTS = ("stock loss", "flce", "never gathered")
 
@@ -92,4 +92,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_process(main, sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from benchmark import measure
-from benchmark.ranks import Ranks, exit_process
+from benchmark.ranks import Ranks, run_and_exit
 from benchmark.workload import Place
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
@@ -229,4 +229,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_process(main, sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

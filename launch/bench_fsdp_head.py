@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmark import measure, report
-from benchmark.ranks import exit_process
+from benchmark.ranks import run_and_exit
 from benchmark.workload import Place
 from flce_dist import VocabParallelHead
 from flce_dist.integrations.never_gathered import shard_head
@@ -156,4 +156,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_process(main, sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

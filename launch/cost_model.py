@@ -23,7 +23,7 @@ from benchmark.costs import LINKS, PRODUCTS, Costs, Link, costs_from, fit_error,
 from benchmark.measure_costs import everything
 from benchmark.measure_links import QUICK, Effort
 from benchmark.prediction import check_steps, predict
-from benchmark.ranks import Ranks, exit_process
+from benchmark.ranks import Ranks, run_and_exit
 
 GPU_SHAPES = ["llama3-8k", "llama3-16k", "gemma2-8k"]
 RANKS = [1, 2, 4, 8, 16, 64]
@@ -195,4 +195,4 @@ def table(shape: workload.Shape, costs: Costs, ranks: Sequence[int], links: Sequ
 
 
 if __name__ == "__main__":
-    exit_process(main, sys.argv[1:])
+    run_and_exit(main, sys.argv[1:])

@@ -19,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from leave import exit_process
 from trainer.checkpoint import step_of
 from trainer.data import Batch, PackedSequences, TrainingBatches, evaluation_batches
 from trainer.export import save_pretrained
 from trainer.model import ignore_index, logits_facts
 from trainer.optim import learning_rate
-from trainer.parallel import Ranks, SetupError, exit_process
+from trainer.parallel import Ranks, SetupError
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary
 from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, Setup, prepare
 

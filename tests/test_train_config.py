@@ -45,10 +45,10 @@ def test_overrides_are_typed_yaml() -> None:
 @pytest.mark.parametrize(
     ("change", "key", "says"),
     [
-        ("train.batch_siz=8", "train.batch_siz", "did you mean train.batch_size?"),
-        ("trian.steps=8", "trian", "did you mean train?"),
+        ("train.batch_siz=8", "train.batch_siz", "did you mean 'batch_size'?"),
+        ("trian.steps=8", "trian", "did you mean 'train'?"),
         ("optimizer.zzz=1", "optimizer.zzz", "known here: lr, "),
-        ("model.config.hidden=8", "model.config.hidden", "did you mean model.config.hidden_size?"),
+        ("model.config.hidden=8", "model.config.hidden", "did you mean 'hidden_size'?"),
         ("train.steps=many", "train.steps", "expects an integer, got 'many' (str)"),
         ("train.steps=1.5", "train.steps", "expects an integer"),
         ("train.steps=true", "train.steps", "expects an integer, got True (bool)"),
@@ -109,12 +109,14 @@ def test_batch_must_divide_over_ranks_and_accumulation() -> None:
     make_mode(override("train.batch_size=6", "train.accumulation=2", "parallel.mode=tensor"), two)
 
 
-def test_unknown_parallel_mode_names_the_known_ones() -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("tensr", "did you mean 'tensor'?"), ("zzz", "known: tensor, data, fsdp, fsdp+tensor, deepspeed")],
+)
+def test_unknown_parallel_mode_names_the_known_ones(name: str, says: str) -> None:
     one = Ranks(rank=0, size=1, local_rank=0, local_size=1)
-    with pytest.raises(
-        ConfigError, match=r"^parallel\.mode: expects tensor or data or .*, got 'tensr'; did you mean tensor"
-    ):
-        make_mode(override("parallel.mode=tensr"), one)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'parallel.mode: unknown mode {name!r}; {says}')}$"):
+        make_mode(override(f"parallel.mode={name}"), one)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_refused_before_training(
 def test_bad_key_is_refused_on_all_ranks_once(place: Workplace) -> None:
     code, output = place.torchrun(2, TRAIN, place.arguments("bad", "train.step=3")).finish(120)
     assert code != 0
-    assert output.count("train.py: train.step: unknown key; did you mean train.steps?") == 1
+    assert output.count("train.py: train.step: unknown key; did you mean 'steps'?") == 1
     assert "train.py FAILED" in output  # torchrun's own report, which counts the exit codes
     assert output.count("exitcode  : 2") == 2
 
@@ -217,7 +217,8 @@ def test_bad_key_is_refused_on_all_ranks_once(place: Workplace) -> None:
 def test_error_of_one_rank_ends_all(place: Workplace, tmp_path: Path) -> None:
     script = tmp_path / "one_fails.py"
     script.write_text(
-        "from trainer.parallel import Ranks, SetupError, exit_process\n"
+        "from leave import exit_process\n"
+        "from trainer.parallel import Ranks, SetupError\n"
         "from trainer.schema import ConfigError\n"
         "ranks = Ranks.start()\n"
         "for wrong in (ConfigError('data.paths', 'gone'), ZeroDivisionError('oops')):\n"

@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from leave import exit_process
+
 TIMEOUT = timedelta(minutes=3)
 """After which ranks that wait for one that failed alone give up."""
 
@@ -52,9 +54,8 @@ class Ranks:
             dist.barrier()
 
 
-def exit_process(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
-    """Runs main and ends the process with its code. A gloo process that leaves by the ordinary way can abort in a
-    destructor after all its work is done; so several ranks flush and leave at once."""
+def run_and_exit(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
+    """Runs main and ends the process with its code, several ranks by `exit_process`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(main(arguments))
     try:
@@ -66,6 +67,4 @@ def exit_process(main: Callable[[Sequence[str]], int], arguments: Sequence[str])
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_process(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -14,7 +13,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from flce_dist import LossOptions
+from flce_dist.options import LossOptions, nearest
 
 from .schema import Config, ConfigError
 
@@ -129,9 +128,7 @@ def _section(cls: Any, raw: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in raw:
         if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {_join(where, close[0])}?" if close else f"known here: {_names(cls)}"
-            raise ConfigError(_join(where, key), f"unknown key; {hint}")
+            raise ConfigError(_join(where, key), f"unknown key; {nearest(key, fields, 'known here')}")
     values = {}
     for name, field in fields.items():
         key = _join(where, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from flce_dist.options import nearest
 
 from .deepspeed import DeepSpeed
 from .fsdp import FullySharded, FullyShardedTensorParallel
@@ -22,9 +22,7 @@ def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
     """The mode of `parallel.mode`, once the batch is known to divide. Raises ConfigError."""
     name = config.parallel.mode
     if name not in MODES:
-        close = difflib.get_close_matches(name, MODES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError("parallel.mode", f"expects {' or '.join(MODES)}, got {name!r}{hint}")
+        raise ConfigError("parallel.mode", f"unknown mode {name!r}; {nearest(name, MODES)}")
     if (name == "deepspeed") != (config.parallel.deepspeed is not None):
         raise ConfigError("parallel.deepspeed", "a DeepSpeed configuration goes with parallel.mode deepspeed")
     mode = MODES[name](ranks, config)

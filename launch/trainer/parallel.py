@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,18 +103,6 @@ class Ranks:
         if differing:
             shown = "; ".join(f"{key}: {[each.get(key) for each in all_values]}" for key in differing)
             raise SetupError(f"{name}: the ranks disagree about {shown} (by rank)")
-
-
-def exit_process(code: int) -> None:
-    """End at once, without the interpreter's teardown.
-
-    Destroying a gloo group, or what holds it, may hang or abort: its destructor waits, with the interpreter's lock
-    held, for a thread that needs the lock to release the last message's tensors (seen with torch 2.13). Call it when
-    all ranks are done: `Ranks.gather` before it.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def pick_device(config: Config, ranks: Ranks) -> torch.device:
