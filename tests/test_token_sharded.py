@@ -145,15 +145,50 @@ def test_same_collectives_on_all_ranks_whatever_the_data(
     assert results[0][:2] == reference[0][:2]
 
 
-def test_hidden_grad_comes_back_by_reduce_scatter_before_the_weight_gradient(workers: Pool) -> None:
-    row = {"tokens": (8, 8), "max_tokens": 8, "chunk_rows": 4}
-    for forward, backward, products in workers.run(2, _events, make_case(row), "never"):
-        assert "reduce_scatter" in forward
-        assert "all_reduce" not in forward[1:-1], forward
-        assert backward == []
-        at = [i for i, name in enumerate(products) if name == "reduce_scatter"]
-        # logits, dX, its reduction, dW
-        assert all(len(set(products[i + 1 : i + 2]) & {"mm", "addmm", "addmm_"}) == 1 for i in at), products
+@pytest.mark.parametrize("max_tokens", [None, 8])
+@pytest.mark.parametrize("token_weight", [False, True])
+@pytest.mark.parametrize(("reduction", "grads_in"), [("mean", "forward"), ("none", "backward")])
+def test_collectives_of_a_step(
+    max_tokens: int | None, token_weight: bool, reduction: str, grads_in: str, workers: Pool
+) -> None:
+    """At first what all rows need: the largest number of tokens unless it is given, targets, token weights. Then a
+    chunk's hidden states, its statistics, and its gradient, which is reduced before the weight's is made."""
+    row = {"tokens": (8, 8), "max_tokens": max_tokens, "chunk_rows": 4, "reduction": reduction}
+    case = make_case(row | {"token_weight": token_weight})
+    largest = ["all_reduce"] if max_tokens is None else []
+    # Targets and weights are gathered when the loop first asks, when it has the hidden states of the first chunk.
+    first = ["all_gather"] * (2 if token_weight else 1)
+    for forward, backward, products in workers.run(2, _events, case, "never"):
+        if grads_in == "forward":
+            assert forward == [*largest, *first, *["all_gather", "all_gather", "reduce_scatter"] * 4]
+            assert backward == []
+            # logits, dX, its reduction, dW
+            assert products == ["mm", "mm", "reduce_scatter", "mm", *["mm", "mm", "reduce_scatter", "addmm"] * 3]
+        else:
+            assert forward == [*largest, *first, *["all_gather"] * 8]
+            assert backward == ["all_gather", *["all_gather", "reduce_scatter"] * 4], "the upstream gradients first"
+
+
+def _dtypes_of_reductions(ctx: Context, case: Case) -> set[torch.dtype]:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    with Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, **keywords).backward()
+    reductions = [event for event in trace.events if event.name in ("reduce_scatter", "all_reduce")]
+    # Without the largest number of tokens, which is an int64.
+    return {dtype for event in reductions for dtype in event.dtypes} - {torch.int64}
+
+
+@pytest.mark.parametrize("tokens", [(6, 6), None], ids=["token-sharded", "replicated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chosen", [None, torch.float32, "own"], ids=str)
+def test_the_dtype_in_which_the_hidden_gradient_is_summed(
+    tokens: tuple[int, ...] | None, dtype: torch.dtype, chosen: Any, workers: Pool
+) -> None:
+    """float32 unless the inputs' own is asked for."""
+    chosen = dtype if chosen == "own" else chosen
+    options = (("hidden_grad_reduce_dtype", chosen),)
+    case = Case(lead=(12,), world=2, tokens=tokens, dtype=dtype, options=options, chunk_rows=4)
+    assert workers.run(2, _dtypes_of_reductions, case) == [{chosen or torch.float32}] * 2
 
 
 def _ranks_with_own_option(ctx: Context, case: Case, change: dict[int, dict[str, Any]]) -> Tensor:
