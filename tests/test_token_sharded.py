@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from tests.kit import compare
+from tests.kit import compare, oracle
 from tests.kit.cases import Case, all_pairs, case_id, check, judge, loss_arguments, make_inputs, reference_of, run_case
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
 
 # Tokens of each rank: equal, different, none on one, none on any, all on one.
 TOKENS: dict[int, list[tuple[int, ...]]] = {
@@ -197,13 +198,13 @@ def _ranks_with_own_option(ctx: Context, case: Case, change: dict[int, dict[str,
 
 
 def test_max_tokens_too_small_on_one_rank_raises_on_all(workers: Pool) -> None:
-    from tests.test_checks_ranks import assert_all_raise
-
     case = make_case({"tokens": (3, 9)})
     same = {rank: {"max_tokens": 4} for rank in range(2)}
-    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, same), "ValueError", "max_tokens")
+    found = workers.outcomes(2, _ranks_with_own_option, case, same)
+    assert_all_raise(found, "ValueError", "this rank has 9 tokens, more than max_tokens=4")
     differ = {0: {"max_tokens": 10}, 1: {"max_tokens": 12}}
-    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, differ), "ValueError", "max_tokens")
+    found = workers.outcomes(2, _ranks_with_own_option, case, differ)
+    assert_all_raise(found, "ValueError", "about max_tokens, got rank 0: 10, rank 1: 12")
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float32)], ids=str)
@@ -232,7 +233,14 @@ def _trainable_on_one_rank(ctx: Context, body: bool, reduction: str) -> None:
     )  # fmt: skip
     if loss.requires_grad:
         loss.sum().backward()
-    assert (weight.grad is not None) == (ctx.rank == 0)
+    if ctx.rank:
+        assert weight.grad is None
+        return
+    hidden = torch.cat([torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
+    upstream = torch.ones(6 if reduction == "none" else ())
+    both = weight.detach().repeat(2, 1)  # that of rank 1 has the same numbers
+    expected = oracle.reference(hidden, both, torch.tensor([0, 9, 4] * 2), reduction=reduction, upstream=upstream)
+    compare.assert_close(weight.grad, expected.weight_grad[:5], 1e-5, "weight gradient")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -243,8 +251,7 @@ def test_a_weight_trainable_on_one_rank(reduction: str, workers: Pool) -> None:
         workers.run(2, _trainable_on_one_rank, False, reduction)
         return
     for outcome in workers.outcomes(2, _trainable_on_one_rank, False, reduction):
-        assert outcome.error is not None
-        assert "requires grad" in str(outcome.error)
+        assert_all_raise([outcome], "ValueError", "about whether weight or bias requires grad")
 
 
 def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...]) -> str | None:
@@ -280,8 +287,6 @@ def test_a_second_backward_on_some_ranks_is_an_error_and_no_hang(trained: tuple[
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:
-    from tests.test_checks_ranks import assert_all_raise
-
     outcomes = workers.outcomes(2, _with_bad_target, bad_rank, max_tokens)
     assert_all_raise(outcomes, "IndexError", "99")
 
@@ -350,3 +355,22 @@ def test_skipped_tokens_with_max_tokens(tokens: tuple[int, ...], max_tokens: int
     row = {"tokens": tokens, "max_tokens": max_tokens, "skip_ignored": True, "ignored": ignored, "token_weight": True}
     for reduction in ("mean", "none"):
         check(make_case(row | {"reduction": reduction}), workers)
+
+
+def _rows_of_logits(ctx: Context, case: Case) -> int:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    with torch.no_grad(), Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, **keywords)
+    return sum(product.shapes[0][0] for product in trace.matrix_products)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_skipped_tokens_save_the_products_of_their_rows(max_tokens: int | None, ignored: str, workers: Pool) -> None:
+    """Also where `max_tokens` is given: of each rank as many rows as the one with most valid tokens has."""
+    row = {"tokens": (10, 10), "max_tokens": max_tokens, "skip_ignored": True, "ignored": ignored}
+    case = make_case(row, seed=2)
+    target = make_inputs(case).target.reshape(2, 10)
+    most = int((target != -100).sum(1).max())
+    assert most < 10
+    assert workers.run(2, _rows_of_logits, case) == [2 * most] * 2
