@@ -288,7 +288,8 @@ def test_a_second_backward_on_some_ranks_is_an_error_and_no_hang(trained: tuple[
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:
     outcomes = workers.outcomes(2, _with_bad_target, bad_rank, max_tokens)
-    assert_all_raise(outcomes, "IndexError", "99")
+    assert_all_raise([outcomes[bad_rank]], "IndexError", "target 99 of token 3 is outside [0, 21)")
+    assert_all_raise([outcomes[1 - bad_rank]], "IndexError", "target 99 of a token of another rank is outside [0, 21)")
 
 
 def _with_bad_target(ctx: Context, bad_rank: int, max_tokens: int | None) -> Tensor:
