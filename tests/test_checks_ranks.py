@@ -250,6 +250,7 @@ def test_ranks_that_disagree_about_the_data_of_weights(name: str, layout: str, w
         ("number of tokens", "rank 1: 6, rank 2: 4, rank 3: 6"),
         ("softcap", "rank 2: {'softcap': '30.0'}"),
         ("target data", "about the targets"),
+        ("hidden data", "must have the same hidden, but rank 2 has another than rank 0"),
         ("bias on one rank", "rank 2: ['bias']"),
     ],
 )
