@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_the_plain_head(bias: bool) -> None:
         head(input=hidden, target=target)
     assert list(head.state_dict()) == names
     detach_loss(head)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional arguments"):
         head(hidden, target)
     assert "forward" not in vars(head)
 

@@ -64,6 +64,10 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ),
         ({"normalizer": torch.tensor(3.0, requires_grad=True)}, ValueError, ["normalizer", "without grad"]),
         ({"normalizer": torch.tensor(3.0, dtype=torch.bfloat16)}, ValueError, ["normalizer", "bfloat16", "int64"]),
+        ({"normalizer": torch.tensor(3.0, dtype=torch.float16)}, ValueError, ["normalizer", "float16", "int64"]),
+        ({"normalizer": float("nan")}, ValueError, ["normalizer must be finite", "nan"]),
+        ({"normalizer": -1.0}, ValueError, ["normalizer must be finite", "not negative", "-1.0"]),
+        ({"normalizer": torch.tensor(3j)}, ValueError, ["normalizer", "real 0-d tensor"]),
         # devices
         ({"weight": E.to("meta")}, ValueError, ["cpu", "meta"]),
         ({"target": T.to("meta")}, ValueError, ["cpu", "meta"]),
@@ -76,6 +80,7 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
         ({"normalizer": -2.0}, ValueError, ["normalizer", "not negative", "-2.0"]),
         ({"normalizer": float("nan")}, ValueError, ["normalizer", "finite", "nan"]),
         # names
+        ({"aux": "lse"}, TypeError, ["aux must be a sequence of names", "'lse'"]),
         ({"aux": ("loss_z",)}, ValueError, ["aux", "loss_z", "z_loss"]),
         ({"hidden_layout": "split"}, ValueError, ["hidden_layout", "split", "sharded"]),
         ({"redution": "mean"}, TypeError, ["redution"]),
@@ -133,19 +138,17 @@ def test_max_tokens_is_checked(max_tokens: Any, error: type[Exception], words: s
 def test_targets_outside_the_vocabulary(bad: int, position: int, chunk_rows: int | None, reduction: str) -> None:
     target = T.clone()
     target[position] = bad
-    with pytest.raises(IndexError) as caught:
+    words = rf"^target {bad} of token {position} is outside \[0, 21\) and not ignore_index=-100$"
+    with pytest.raises(IndexError, match=words):
         call(target=target, chunk_rows=chunk_rows, reduction=reduction)
-    assert str(bad) in str(caught.value)
-    assert str(position) in str(caught.value)
-    assert "21" in str(caught.value)
 
 
 def test_targets_outside_the_vocabulary_in_evaluation_and_in_2_d() -> None:
-    with torch.no_grad(), pytest.raises(IndexError, match="99"):
+    with torch.no_grad(), pytest.raises(IndexError, match="target 99 of token 0"):
         call(target=torch.full((6,), 99))
-    with pytest.raises(IndexError, match="99"):
+    with pytest.raises(IndexError, match="target 99 of token 4"):
         call(hidden=X.reshape(2, 3, 8), target=torch.tensor([[1, 2, 3], [4, 99, 6]]))
-    with pytest.raises(IndexError, match="99"):
+    with pytest.raises(IndexError, match="target 99 of token 3"):
         call(target=torch.tensor([1, 2, 3, 99, 5, 6], dtype=torch.int32))
 
 
@@ -153,30 +156,30 @@ def test_targets_outside_the_vocabulary_in_evaluation_and_in_2_d() -> None:
     "options", [{"class_weight": torch.rand(21)}, {"label_smoothing": 0.1}, {"token_scaling": True}]
 )
 def test_bad_targets_with_options(options: dict[str, Any]) -> None:
-    with pytest.raises(IndexError, match=r"21(.|\n)*\[0, 21\)"):
+    with pytest.raises(IndexError, match=r"target 21 of token 3 is outside \[0, 21\)"):
         call(target=torch.tensor([0, 1, 2, 21, -100, 3]), **options)
 
 
 def test_the_position_of_a_bad_target_counts_ignored_tokens() -> None:
     for skip_ignored in (False, True):
-        with pytest.raises(IndexError, match=r"99\D+4\D"):
+        with pytest.raises(IndexError, match="target 99 of token 4 "):
             call(target=torch.tensor([-100, -100, 1, -100, 99, 2]), skip_ignored=skip_ignored)
 
 
 def test_minus_100_is_bad_when_another_index_is_ignored() -> None:
-    with pytest.raises(IndexError, match="-100"):
+    with pytest.raises(IndexError, match=r"target -100 of token 3 .* not ignore_index=0"):
         call(ignore_index=0)
 
 
 def test_padding_rows_are_no_targets() -> None:
-    with pytest.raises(IndexError, match="18"):
+    with pytest.raises(IndexError, match=r"target 18 of token 1 is outside \[0, 18\)"):
         call(target=torch.tensor([0, 18, 1, 2, 3, 4]), vocab_shard=VocabShard(18, 0, 21))
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 2])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_call_after_an_error_is_right(chunk_rows: int | None, reduction: str) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="target 99"):
         call(target=torch.full((6,), 99), chunk_rows=chunk_rows, reduction=reduction)
     loss = call(chunk_rows=chunk_rows, reduction=reduction)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(X @ E.T, T, reduction=reduction))

@@ -109,10 +109,34 @@ def test_an_impossible_target_has_infinite_loss(world: int, backend: str, pool_f
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [1, 2])
+def test_the_entropy_of_a_row_whose_target_is_impossible(world: int, backend: str, pool_for: Any) -> None:
+    """The target's term is 0 and not 0 times infinity."""
+    full = make_inputs(Case(lead=(6,), vocab_size=12, ignored="none"))
+    log_prob = (full.hidden.double() @ full.weight[4:].double().T).log_softmax(-1)
+    expected = -(log_prob.exp() * log_prob).sum(-1)
+    for entropy in pool_for(backend).run(world, _entropy_without_the_first_columns, backend):
+        compare.assert_close(entropy, expected, 1e-5, "entropy")
+
+
+def _entropy_without_the_first_columns(ctx: Context, backend: str) -> Tensor:
+    full = make_inputs(Case(lead=(6,), vocab_size=12, ignored="none"))
+    start, stop = CUTS[ctx.world][ctx.rank], CUTS[ctx.world][ctx.rank + 1]
+    bias = torch.zeros(12)
+    bias[:4] = -math.inf
+    return linear_cross_entropy(
+        full.hidden, full.weight[start:stop], full.target.clamp(max=3), bias=bias[start:stop], group=ctx.group,
+        vocab_shard=VocabShard(12, start, stop), aux=("entropy",), backend=backend,
+    ).entropy  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("target", [2**31, 2**32 + 3, 3 - 2**32, 2**40 + 3, 2**63 - 1, -(2**63)])
 def test_ids_beyond_32_bits_are_outside_the_vocabulary(target: int, world: int, backend: str, pool_for: Any) -> None:
     """Whatever columns their lower bits would be."""
-    assert_all_raise(pool_for(backend).outcomes(world, _wide_id, target, backend), "IndexError", str(target))
+    assert_all_raise(
+        pool_for(backend).outcomes(world, _wide_id, target, backend), "IndexError", f"target {target} of token 1 "
+    )
 
 
 def _wide_id(ctx: Context, target: int, backend: str) -> None:

@@ -54,10 +54,13 @@ def test_values_and_placements(world: int, layout: str, bias: bool, workers: Poo
     expected = reference_of(case)
     for found in workers.run(world, _run, case, layout, {}):
         assert found["loss is plain"]
+        assert found["hidden placements"] == ((Replicate(),) if layout == "replicated" else (Shard(0),))
+        assert found["weight placements"] == (Shard(0),)
         compare.assert_loss(found["loss"], expected.loss, 1e-5)
         compare.assert_close(found["hidden"], expected.hidden_grad, 1e-5, "hidden gradient")
         compare.assert_close(found["weight"], expected.weight_grad, 1e-5, "weight gradient")
         if bias:
+            assert found["bias placements"] == (Shard(0),)
             compare.assert_close(found["bias"], expected.bias_grad, 1e-5, "bias gradient")
 
 
@@ -67,6 +70,7 @@ def test_partial_hidden_gradient_of_a_replicated_dtensor(world: int, workers: Po
     case = Case(lead=(12,), world=world)
     expected = reference_of(case)
     for found in workers.run(world, _run, case, "replicated", {"reduce_hidden_grad": False}):
+        assert found["hidden placements"] == (Partial(),)
         compare.assert_close(found["hidden"], expected.hidden_grad, 1e-5, "hidden gradient, summed")
 
 

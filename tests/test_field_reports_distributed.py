@@ -222,7 +222,7 @@ class TestB30FullWeightWhereAShardIsMeant:
     def test_overlapping_ranges(self, shards: list[tuple[int, int]], workers: Pool) -> None:
         assert_all_raise(workers.outcomes(2, _rows_of_another_rank, False, shards), "ValueError", "overlap")
 
-    def test_ranks_in_another_order_say_so_and_are_right(self, workers: Pool) -> None:
+    def test_ranks_in_another_order_are_right(self, workers: Pool) -> None:
         """With explicit places any order is a partition: the loss is that of the whole weight."""
         expected = oracle.reference(*heads.random_head(6, 5, 8, 0)).loss
         for loss in workers.run(2, _rows_of_another_rank, False, [(4, 8), (0, 4)]):

@@ -260,9 +260,12 @@ def test_logits_without_a_target(kind: str, layout: Placement, dtensor: bool, wo
         torch.testing.assert_close(logits, expected.detach())
 
 
-@pytest.mark.parametrize("kind", ["linear", "module"])
-def test_logits_of_plain_sequence_parallel_hidden_states_are_refused(kind: str, workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _logits, kind, Shard(1), False), "NotImplementedError")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("linear", "leave use_local_output=False"), ("module", "logits of token-sharded hidden states")],
+)
+def test_logits_of_plain_sequence_parallel_hidden_states_are_refused(kind: str, words: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _logits, kind, Shard(1), False), "NotImplementedError", words)
 
 
 def _compiled(ctx: Context, kind: str, dim: int | None) -> list[tuple[Tensor, Tensor]]:

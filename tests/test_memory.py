@@ -52,14 +52,11 @@ def test_16_bit_inputs_need_no_fp32_logits_of_all_tokens(reduction: str, backwar
 
 @pytest.mark.parametrize(("reduction", "backward"), BACKWARDS)
 def test_the_logits_buffer_is_allocated_once_a_pass(reduction: str, backward: str) -> None:
-    """Buffers of a chunk's size do not grow in number with the chunks, beyond the row functions' own temporaries."""
-    chunk = ROWS * VOCAB * 4
-    products_into_new = [
-        what
-        for what in step(reduction, backward).allocations_of(chunk)
-        if what.startswith(("mm ", "addmm ", "matmul ", "bmm "))
-    ]
-    assert products_into_new == [], "a chunk's logits were not written into the one buffer"
+    """And no product makes another; the row functions have temporaries of a block of rows, here a chunk."""
+    passes = 2 if reduction == "none" or backward == "recompute" else 1
+    found = step(reduction, backward).allocations_of(ROWS * VOCAB * 4)
+    assert len([what for what in found if what.startswith("empty ")]) == passes
+    assert [what for what in found if what.startswith(("mm ", "addmm ", "matmul ", "bmm "))] == []
 
 
 @pytest.mark.parametrize("budget", ["64KiB", "1MiB"])

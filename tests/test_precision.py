@@ -178,6 +178,21 @@ def test_float32_accumulation_does_not_depend_on_the_number_of_chunks(chunks: in
     assert many[1] <= 1.05 * one[1]
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("chunk_rows", [None, 64, 4])
+def test_the_gradient_of_a_bias_is_summed_in_float32(head: str, chunk_rows: int | None) -> None:
+    """At most the eager error, which is one rounding of the sum over all tokens, at any number of chunks."""
+    hidden, weight, target = make(head)
+    ours, theirs = (torch.linspace(-0.1, 0.1, SIZES[2]).bfloat16().requires_grad_() for _ in range(2))
+    linear_cross_entropy(hidden, weight, target, bias=ours, chunk_rows=chunk_rows).backward()
+    torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, theirs).float(), target).backward()
+    expected = oracle.reference(hidden, weight, target, bias=ours).bias_grad
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert expected is not None
+    assert relative_error(ours.grad, expected) <= 1.05 * relative_error(theirs.grad, expected)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_float32_logits_near_1e4_with_a_common_offset_lose_nothing(world: int, offset: float, workers: Pool) -> None:

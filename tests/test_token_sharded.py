@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_cross_entropy
-from tests.kit import compare
+from tests.kit import compare, oracle
 from tests.kit.cases import Case, all_pairs, case_id, check, judge, loss_arguments, make_inputs, reference_of, run_case
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
 
 # Tokens of each rank: equal, different, none on one, none on any, all on one.
 TOKENS: dict[int, list[tuple[int, ...]]] = {
@@ -146,15 +147,50 @@ def test_same_collectives_on_all_ranks_whatever_the_data(
     assert results[0][:2] == reference[0][:2]
 
 
-def test_hidden_grad_comes_back_by_reduce_scatter_before_the_weight_gradient(workers: Pool) -> None:
-    row = {"tokens": (8, 8), "max_tokens": 8, "chunk_rows": 4}
-    for forward, backward, products in workers.run(2, _events, make_case(row), "never"):
-        assert "reduce_scatter" in forward
-        assert "all_reduce" not in forward[1:-1], forward
-        assert backward == []
-        at = [i for i, name in enumerate(products) if name == "reduce_scatter"]
-        # logits, dX, its reduction, dW
-        assert all(len(set(products[i + 1 : i + 2]) & {"mm", "addmm", "addmm_"}) == 1 for i in at), products
+@pytest.mark.parametrize("max_tokens", [None, 8])
+@pytest.mark.parametrize("token_weight", [False, True])
+@pytest.mark.parametrize(("reduction", "grads_in"), [("mean", "forward"), ("none", "backward")])
+def test_collectives_of_a_step(
+    max_tokens: int | None, token_weight: bool, reduction: str, grads_in: str, workers: Pool
+) -> None:
+    """At first what all rows need: the largest number of tokens unless it is given, targets, token weights. Then a
+    chunk's hidden states, its statistics, and its gradient, which is reduced before the weight's is made."""
+    row = {"tokens": (8, 8), "max_tokens": max_tokens, "chunk_rows": 4, "reduction": reduction}
+    case = make_case(row | {"token_weight": token_weight})
+    largest = ["all_reduce"] if max_tokens is None else []
+    # Targets and weights are gathered when the loop first asks, when it has the hidden states of the first chunk.
+    first = ["all_gather"] * (2 if token_weight else 1)
+    for forward, backward, products in workers.run(2, _events, case, "never"):
+        if grads_in == "forward":
+            assert forward == [*largest, *first, *["all_gather", "all_gather", "reduce_scatter"] * 4]
+            assert backward == []
+            # logits, dX, its reduction, dW
+            assert products == ["mm", "mm", "reduce_scatter", "mm", *["mm", "mm", "reduce_scatter", "addmm"] * 3]
+        else:
+            assert forward == [*largest, *first, *["all_gather"] * 8]
+            assert backward == ["all_gather", *["all_gather", "reduce_scatter"] * 4], "the upstream gradients first"
+
+
+def _dtypes_of_reductions(ctx: Context, case: Case) -> set[torch.dtype]:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    with Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, **keywords).backward()
+    reductions = [event for event in trace.events if event.name in ("reduce_scatter", "all_reduce")]
+    # Without the largest number of tokens, which is an int64.
+    return {dtype for event in reductions for dtype in event.dtypes} - {torch.int64}
+
+
+@pytest.mark.parametrize("tokens", [(6, 6), None], ids=["token-sharded", "replicated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chosen", [None, torch.float32, "own"], ids=str)
+def test_the_dtype_in_which_the_hidden_gradient_is_summed(
+    tokens: tuple[int, ...] | None, dtype: torch.dtype, chosen: Any, workers: Pool
+) -> None:
+    """float32 unless the inputs' own is asked for."""
+    chosen = dtype if chosen == "own" else chosen
+    options = (("hidden_grad_reduce_dtype", chosen),)
+    case = Case(lead=(12,), world=2, tokens=tokens, dtype=dtype, options=options, chunk_rows=4)
+    assert workers.run(2, _dtypes_of_reductions, case) == [{chosen or torch.float32}] * 2
 
 
 def _ranks_with_own_option(ctx: Context, case: Case, change: dict[int, dict[str, Any]]) -> Tensor:
@@ -163,13 +199,13 @@ def _ranks_with_own_option(ctx: Context, case: Case, change: dict[int, dict[str,
 
 
 def test_max_tokens_too_small_on_one_rank_raises_on_all(workers: Pool) -> None:
-    from tests.test_checks_ranks import assert_all_raise
-
     case = make_case({"tokens": (3, 9)})
     same = {rank: {"max_tokens": 4} for rank in range(2)}
-    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, same), "ValueError", "max_tokens")
+    found = workers.outcomes(2, _ranks_with_own_option, case, same)
+    assert_all_raise(found, "ValueError", "this rank has 9 tokens, more than max_tokens=4")
     differ = {0: {"max_tokens": 10}, 1: {"max_tokens": 12}}
-    assert_all_raise(workers.outcomes(2, _ranks_with_own_option, case, differ), "ValueError", "max_tokens")
+    found = workers.outcomes(2, _ranks_with_own_option, case, differ)
+    assert_all_raise(found, "ValueError", "about max_tokens, got rank 0: 10, rank 1: 12")
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float64, torch.float32)], ids=str)
@@ -198,7 +234,14 @@ def _trainable_on_one_rank(ctx: Context, body: bool, reduction: str) -> None:
     )  # fmt: skip
     if loss.requires_grad:
         loss.sum().backward()
-    assert (weight.grad is not None) == (ctx.rank == 0)
+    if ctx.rank:
+        assert weight.grad is None
+        return
+    hidden = torch.cat([torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
+    upstream = torch.ones(6 if reduction == "none" else ())
+    both = weight.detach().repeat(2, 1)  # that of rank 1 has the same numbers
+    expected = oracle.reference(hidden, both, torch.tensor([0, 9, 4] * 2), reduction=reduction, upstream=upstream)
+    compare.assert_close(weight.grad, expected.weight_grad[:5], 1e-5, "weight gradient")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -209,8 +252,7 @@ def test_a_weight_trainable_on_one_rank(reduction: str, workers: Pool) -> None:
         workers.run(2, _trainable_on_one_rank, False, reduction)
         return
     for outcome in workers.outcomes(2, _trainable_on_one_rank, False, reduction):
-        assert outcome.error is not None
-        assert "requires grad" in str(outcome.error)
+        assert_all_raise([outcome], "ValueError", "about whether weight or bias requires grad")
 
 
 def _twice_on_some_ranks(ctx: Context, trained: tuple[bool, ...], check_ranks: str) -> str | None:
@@ -273,10 +315,9 @@ def test_a_second_backward_of_a_call_that_is_not_checked(workers: Pool) -> None:
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("max_tokens", [None, 8])
 def test_a_bad_target_on_one_rank_raises_on_all(bad_rank: int, max_tokens: int | None, workers: Pool) -> None:
-    from tests.test_checks_ranks import assert_all_raise
-
     outcomes = workers.outcomes(2, _with_bad_target, bad_rank, max_tokens)
-    assert_all_raise(outcomes, "IndexError", "99")
+    assert_all_raise([outcomes[bad_rank]], "IndexError", "target 99 of token 3 is outside [0, 21)")
+    assert_all_raise([outcomes[1 - bad_rank]], "IndexError", "target 99 of a token of another rank is outside [0, 21)")
 
 
 def _with_bad_target(ctx: Context, bad_rank: int, max_tokens: int | None) -> Tensor:
@@ -343,3 +384,22 @@ def test_skipped_tokens_with_max_tokens(tokens: tuple[int, ...], max_tokens: int
     row = {"tokens": tokens, "max_tokens": max_tokens, "skip_ignored": True, "ignored": ignored, "token_weight": True}
     for reduction in ("mean", "none"):
         check(make_case(row | {"reduction": reduction}), workers)
+
+
+def _rows_of_logits(ctx: Context, case: Case) -> int:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+    with torch.no_grad(), Trace() as trace:
+        linear_cross_entropy(hidden, weight, target, **keywords)
+    return sum(product.shapes[0][0] for product in trace.matrix_products)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10])
+@pytest.mark.parametrize("ignored", ["some", "all"])
+def test_skipped_tokens_save_the_products_of_their_rows(max_tokens: int | None, ignored: str, workers: Pool) -> None:
+    """Also where `max_tokens` is given: of each rank as many rows as the one with most valid tokens has."""
+    row = {"tokens": (10, 10), "max_tokens": max_tokens, "skip_ignored": True, "ignored": ignored}
+    case = make_case(row, seed=2)
+    target = make_inputs(case).target.reshape(2, 10)
+    most = int((target != -100).sum(1).max())
+    assert most < 10
+    assert workers.run(2, _rows_of_logits, case) == [2 * most] * 2
