@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
+from .checks import is_freed
 from .gemm import WeightGradient, accumulation_dtype, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions, recomputes
@@ -280,7 +281,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not ctx.call.repeatable:
             raise RuntimeError(
                 "this second backward would gather token-sharded hidden states, and ranks of the group that want no "
-                'gradient run none: pass backward="recompute", or let weight require grad on all ranks'
+                'gradient run none: pass backward="recompute", or check_ranks="always" where weight requires grad on all'
             )
         hidden, weight, bias, stats = ctx.saved_tensors
         if ctx.call.inputs.versions() != ctx.versions:
@@ -288,7 +289,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "target or class_weight was modified in place between forward and backward, and this backward needs "
                 "it again: clone what is to be overwritten"
             )
-        if (weight.numel() and not weight.untyped_storage().nbytes()) or weight.dim() != 2:
+        if is_freed(weight) or weight.dim() != 2:
             raise RuntimeError(
                 "the head's weight was freed or resharded between forward and backward (FSDP and ZeRO-3 do so outside "
                 "of the module that owns it), and this backward needs it again: compute the loss inside the head "
