@@ -281,7 +281,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not ctx.call.repeatable:
             raise RuntimeError(
                 "this second backward would gather token-sharded hidden states, and ranks of the group that want no "
-                'gradient run none: pass backward="recompute", or check_ranks="always" where weight requires grad on all'
+                'gradient run none: pass backward="recompute", or check_ranks="always" if weight requires grad on all'
             )
         hidden, weight, bias, stats = ctx.saved_tensors
         if ctx.call.inputs.versions() != ctx.versions:
