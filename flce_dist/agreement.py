@@ -56,7 +56,7 @@ class Summary:
 def agree(
     group: dist.ProcessGroup,
     check_ranks: str,
-    on_cpu: bool,
+    on_host: bool,
     vocab_size: int | None,
     error: Exception | None,
     summarize: Callable[[], Summary],
@@ -70,7 +70,7 @@ def agree(
     """
     known = _agreed.setdefault(group, {})
     if check_ranks == "auto":
-        check_ranks = "always" if on_cpu else "first"
+        check_ranks = "always" if on_host else "first"
     checked = bool(known) if vocab_size is None else vocab_size in known
     if check_ranks == "never" or (check_ranks == "first" and checked):
         if error is not None:

@@ -16,7 +16,8 @@ from .arguments import Arguments, Setting
 from .kernels.spec import stats_dtype
 from .op import Call, Needs, RowInputs
 from .options import recomputes
-from .plan import chunk_rows, planned_narrow_chunks
+from .plan import rows_of_call
+from .shard import VocabShard
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
 from .unpack import under_autocast
 
@@ -98,24 +99,21 @@ def _row_inputs(
 def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: int | None) -> TokenLayout:
     """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
     setting, group, num_ranks = args.setting, args.group, collectives.world_size(args.group)
-    options = setting.options
+    options, (num_tokens, hidden_size) = setting.options, hidden.shape
     if most_columns is None:
-        most_columns = -(-setting.shard.vocab_size // num_ranks)
-    num_tokens, hidden_size = hidden.shape
-    itemsize = (options.logits_dtype or hidden.dtype).itemsize
-    narrow = planned_narrow_chunks(options.accum_dtype, args.weight.dtype, num_ranks, needs.weight)
-    rows_of = partial(
-        chunk_rows, max_columns=most_columns, hidden_size=hidden_size, itemsize=itemsize,
-        budget_bytes=options.budget_bytes, explicit=options.chunk_rows, narrow_chunks=narrow,
-    )  # fmt: skip
+        most_columns = VocabShard.even(setting.shard.vocab_size, 0, num_ranks).num_columns
+
+    def rows_of(all_tokens: int, sharded: bool) -> int:
+        return rows_of_call(
+            options, all_tokens, hidden_size, most_columns, hidden.dtype, num_ranks, sharded, needs.weight
+        )
+
     if group is None or setting.hidden_layout == "replicated":
-        return ReplicatedTokens(num_tokens, rows_of(num_tokens), group)
+        return ReplicatedTokens(num_tokens, rows_of(num_tokens, False), group)
     max_tokens = setting.max_tokens
     if max_tokens is None or options.skip_ignored:
         max_tokens = collectives.max_over_ranks(num_tokens, hidden.device, group)
-    return ShardedTokens(
-        num_tokens, max_tokens, rows_of(max_tokens * num_ranks, num_parts=num_ranks) // num_ranks, group
-    )
+    return ShardedTokens(num_tokens, max_tokens, rows_of(max_tokens * num_ranks, True) // num_ranks, group)
 
 
 def loss_and_aux(

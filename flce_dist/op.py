@@ -5,7 +5,7 @@ Letters: N rows of the loop (tokens of the group), H hidden, L columns of this r
 Collectives with W > 1 ranks, for each chunk: one all-gather of `[K, C]` statistics (K = 4 without extras), and, where
 the hidden states need a gradient, one reduction of `[C, H]`, which is started before the weight-gradient GEMM. A GEMM
 holds the whole GPU until its last tiles, so the reduction runs beside the one after: that one is therefore made in two
-parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C, H]`.
+parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C/W, H]` of each rank.
 Backward calls none, unless it recomputes: then the same but for the statistics.
 """
 
@@ -172,19 +172,19 @@ def softmax_rows(
 
     One all-gather of `[K, C]` with more than one rank, unless the statistics are known.
     """
-    rows, spec, columns, group = call.rows, call.spec, call.inputs.column_weight, call.tokens.group
+    rows, spec, group, column_weight = call.rows, call.spec, call.tokens.group, call.inputs.column_weight
     if not stats_known:
         if group is None and weights is not None:
-            rows.row_stats_grad_(logits, grad, target, stats, weights, spec, columns, residual)
+            rows.row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
             return
         if group is None:
-            rows.row_stats(logits, target, stats, spec, columns)
+            rows.row_stats(logits, target, stats, spec, column_weight)
         else:
             local = torch.empty_like(stats, memory_format=torch.contiguous_format)
-            rows.row_stats(logits, target, local, spec, columns, call.shard.start)
+            rows.row_stats(logits, target, local, spec, column_weight, call.shard.start)
             rows.combine(collectives.all_gather(local, group), stats, spec)
     if weights is not None:
-        rows.row_grad_(logits, grad, target, stats, weights, spec, columns, residual)
+        rows.row_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
 
 
 class Computed(NamedTuple):

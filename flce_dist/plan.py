@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .options import LossOptions
+
 ROW_ALIGNMENT = 16
 """Elements to which the row stride of the logits buffer is rounded up: at least 16 bytes for every dtype, so that
 vocabularies like 50257 keep the GEMMs on their aligned path and the row kernels on wide loads."""
@@ -52,8 +54,8 @@ def chunk_rows(
         itemsize: bytes of one logit.
         budget_bytes: bytes that one chunk of logits may take; None: `default_budget`. A single row may exceed it.
         explicit: the user's choice, which wins over the budget.
-        narrow_chunks: `planned_narrow_chunks`. With more chunks than these the default budget grows to what a float32
-            accumulator takes anyway (`_grown_rows`).
+        narrow_chunks: `narrow_chunks`, and None where no weight gradient is made. With more chunks than these the
+            default budget grows to what a float32 accumulator takes anyway (`_grown_rows`).
         num_parts: ranks that bring equal parts of a chunk, of which the rows are a multiple: more by default, fewer for
             a choice or a budget.
     """
@@ -68,6 +70,26 @@ def chunk_rows(
     return rows + -rows % num_parts  # rounded down, a few rows would be left for one chunk more
 
 
+def rows_of_call(
+    options: LossOptions,
+    num_tokens: int,
+    hidden_size: int,
+    max_columns: int,
+    dtype: torch.dtype,
+    num_ranks: int,
+    sharded_tokens: bool,
+    needs_weight: bool,
+) -> int:
+    """Rows of a chunk of a whole call, whose `num_tokens` are the group's and whose operands are of `dtype`."""
+    # Of several ranks one may not ask whether its own weight needs a gradient: others' may.
+    makes_weight_grad = num_ranks > 1 or needs_weight
+    return chunk_rows(
+        num_tokens, max_columns, hidden_size, (options.logits_dtype or dtype).itemsize, options.budget_bytes,
+        options.chunk_rows, narrow_chunks(options.accum_dtype, dtype) if makes_weight_grad else None,
+        num_ranks if sharded_tokens else 1,
+    )  # fmt: skip
+
+
 def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) -> int | None:
     """Chunks up to which the gradient of a 16-bit weight is accumulated in the weight's dtype, and in float32 beyond.
     None: any number, or the weight is wider.
@@ -78,14 +100,6 @@ def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) ->
     if weight_dtype not in (torch.bfloat16, torch.float16) or accum_dtype not in (None, torch.float32):
         return None
     return MAX_NARROW_CHUNKS if accum_dtype is None and weight_dtype == torch.bfloat16 else 0
-
-
-def planned_narrow_chunks(
-    accum_dtype: torch.dtype | None, weight_dtype: torch.dtype, num_ranks: int, needs_weight: bool
-) -> int | None:
-    """`narrow_chunks`, and None where no weight gradient is made. Of several ranks one may not ask whether its own
-    weight needs a gradient: others' may."""
-    return narrow_chunks(accum_dtype, weight_dtype) if num_ranks > 1 or needs_weight else None
 
 
 def _grown_rows(rows: int, most: int, row_bytes: int, grad_bytes: int, narrow_chunks: int) -> int:

@@ -27,9 +27,9 @@ from benchmark import accuracy, floor, kernel_table, measure, methods, plots, re
 from benchmark.arguments import DTYPES, parse_arguments
 from benchmark.ranks import Ranks, run_and_exit
 from benchmark.report import Row
-from flce_dist.options import LossOptions, parse_bytes
-from flce_dist.plan import chunk_rows as planned_rows
-from flce_dist.plan import planned_narrow_chunks
+from flce_dist.options import parse_bytes
+from flce_dist.plan import rows_of_call
+from flce_dist.shard import VocabShard
 
 SWEEP_FACTORS = {"tokens": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2), "vocab": (1 / 8, 1 / 4, 1 / 2, 1, 2)}
 SWEEP_BUDGETS = ("64MiB", "128MiB", "256MiB", "512MiB", "1024MiB", "2048MiB")
@@ -148,18 +148,14 @@ def prepare(args: argparse.Namespace, problem: workload.Problem, budgets: list[s
     by_method = []
     for method in args.methods:
         for setting, chunking in settings if method.chunked else [("", {})]:
-            rows, budget = None, LossOptions(**chunking).budget_bytes
+            rows, options = None, method.cutting_options(problem.hidden.dtype, chunking)
             if method.chunked and not args.skip_ignored:  # which leaves fewer rows than these to be cut
-                itemsize = method.logits_itemsize(problem.hidden.dtype)
-                columns = -(-shape.vocab_size // problem.num_ranks)
-                narrow = planned_narrow_chunks(
-                    method.options.get("accum_dtype"), problem.weight.dtype, problem.num_ranks, not forward_only
-                )
-                rows = planned_rows(
-                    shape.num_tokens, columns, shape.hidden_size, itemsize, budget, chunking.get("chunk_rows"), narrow,
-                    problem.num_ranks if method.options.get("sharded_tokens") else 1,
+                columns = VocabShard.even(shape.vocab_size, 0, problem.num_ranks).num_columns
+                rows = rows_of_call(
+                    options, shape.num_tokens, shape.hidden_size, columns, problem.hidden.dtype, problem.num_ranks,
+                    bool(method.options.get("sharded_tokens")), not forward_only,
                 )  # fmt: skip
-            entry = Entry(row(method.name, setting, rows, budget_bytes=budget), method=method)
+            entry = Entry(row(method.name, setting, rows, budget_bytes=options.budget_bytes), method=method)
             by_method.append(entry)
             _guarded(entry, problem.group, partial(_build, entry, problem, chunking, args))
     for n in sorted({entry.row.chunk_rows for entry in by_method if entry.row.chunk_rows is not None}):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist.gemm import accumulation_dtype
-from flce_dist.plan import chunk_rows, narrow_chunks
+from flce_dist.options import LossOptions
+from flce_dist.plan import rows_of_call
 
 PRODUCTS = ("logits", "hidden_grad", "weight_grad", "weight_grad_more")
 STAGES = (*PRODUCTS, "row_stats", "row_grad", "row_stats_grad", "combine", "copy", "narrow")
@@ -55,8 +56,8 @@ class LocalWork:
         """As the loop does it for the group's `num_tokens`; without `rows` with those that it chooses by default."""
         dtype, step = torch.bfloat16 if itemsize == 2 else torch.float32, num_ranks if sharded_tokens else 1
         loop_tokens = num_tokens + -num_tokens % step
-        narrow = narrow_chunks(None, dtype)
-        planned = chunk_rows(loop_tokens, columns, hidden_size, itemsize, None, rows, narrow, step)
+        options = LossOptions(chunk_rows=rows)
+        planned = rows_of_call(options, loop_tokens, hidden_size, columns, dtype, num_ranks, sharded_tokens, True)
         accumulator = accumulation_dtype(None, dtype, -(-loop_tokens // planned))
         return cls(loop_tokens, hidden_size, columns, num_ranks, itemsize, planned, accumulator.itemsize)
 

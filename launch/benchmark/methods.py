@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce_dist
+from flce_dist.options import LossOptions
 
 from .workload import IGNORE_INDEX, Problem, make_class_weight
 
@@ -75,9 +76,11 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     loss: Mapping[str, Any] = field(default_factory=dict)
 
-    def logits_itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes of a logit for inputs of a dtype."""
-        return max(dtype.itemsize, self.options.get("logits_dtype", dtype).itemsize)
+    def cutting_options(self, dtype: torch.dtype, chunking: Mapping[str, Any]) -> LossOptions:
+        """Those that decide how the tokens are cut, for inputs of a dtype."""
+        chosen: dict[str, Any] = {name: self.options.get(name) for name in ("accum_dtype", "logits_dtype")}
+        chosen = {name: dtype if value == INPUT_DTYPE else value for name, value in chosen.items()}
+        return LossOptions(**chosen, **chunking)
 
 
 def build(method: Method, problem: Problem, chunking: dict[str, Any], skip_ignored: bool) -> Program:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from flce_dist.plan import first_part
+from flce_dist.shard import VocabShard
 
 from .costs import LINKS, REDUCED_ITEMSIZE, STATISTICS_BYTES, TARGET_BYTES, Costs, Link, LocalWork
 
@@ -128,7 +129,7 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Forward and backward of the default loss. `num_tokens` are the group's; `layout` is "replicated" or "sharded".
     `rows` of a chunk default to those that the loop chooses."""
-    columns, sharded = -(-vocab_size // num_ranks), layout == "sharded"
+    columns, sharded = VocabShard.even(vocab_size, 0, num_ranks).num_columns, layout == "sharded"
     planned = partial(LocalWork.planned, num_tokens, hidden_size, columns, itemsize, num_ranks, sharded_tokens=sharded)
     work = planned(rows=rows)
     if schedule.double_buffered:

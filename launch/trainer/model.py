@@ -18,7 +18,7 @@ from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_accumulation
 from flce_dist.integrations.transformers import apply
-from flce_dist.plan import chunk_rows, planned_narrow_chunks
+from flce_dist.plan import rows_of_call
 
 from .config import loss_options
 from .schema import Config, ConfigError
@@ -187,14 +187,13 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
         group, layout = arguments["group"], arguments["hidden_layout"]
         options = LossOptions(**{name: arguments[name] for name in LossOptions.__annotations__ if name in arguments})
     weight_dtype = DTYPES[config.train.dtype] if head.weight.dtype == torch.float32 else head.weight.dtype
-    dtype = options.logits_dtype or weight_dtype
     ranks = dist.get_world_size(group) if group is not None else 1
     columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns
-    loop_tokens = tokens * ranks if layout == "sharded" else tokens
+    sharded = layout == "sharded"
+    loop_tokens = tokens * ranks if sharded else tokens
     hidden_size = model.causal_lm.config.get_text_config().hidden_size  # under ZeRO-3 the weight has no shape
-    narrow = planned_narrow_chunks(options.accum_dtype, weight_dtype, ranks, head.weight.requires_grad)
-    rows = chunk_rows(
-        loop_tokens, columns, hidden_size, dtype.itemsize, options.budget_bytes, options.chunk_rows, narrow,
-        ranks if layout == "sharded" else 1,
-    )  # fmt: skip
-    return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": dtype.itemsize}
+    rows = rows_of_call(
+        options, loop_tokens, hidden_size, columns, weight_dtype, ranks, sharded, head.weight.requires_grad
+    )
+    itemsize = (options.logits_dtype or weight_dtype).itemsize
+    return facts | {"loop_tokens": loop_tokens, "chunk_rows": rows, "columns": columns, "itemsize": itemsize}
