@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from .plan import first_part, narrow_chunks, span
+from .buffers import span
+from .plan import first_part, narrow_chunks
 
 # A policy of selective activation checkpointing that keeps products would keep our buffer, which is written over, and
 # would not write the one of the recomputation.

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
+from .buffers import logits_buffer, span
 from .checks import is_freed
 from .gemm import WeightGradient, accumulation_dtype, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions, recomputes
-from .plan import logits_buffer, span
 from .shard import VocabShard
 from .tokens import HiddenGradient, TokenLayout
 

@@ -7,13 +7,9 @@ different chunk counts would call different numbers of collectives.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from .buffers import row_stride
 from .options import LossOptions
-
-ROW_ALIGNMENT = 16
-"""Elements to which the row stride of the logits buffer is rounded up: at least 16 bytes for every dtype, so that
-vocabularies like 50257 keep the GEMMs on their aligned path and the row kernels on wide loads."""
 
 PREFERRED_MULTIPLE = 128
 """Chunk rows are a multiple of this where the budget allows it: a GEMM tile's height."""
@@ -138,20 +134,3 @@ def first_part(columns: int, hidden_size: int) -> int:
     """
     rows = -(-FIRST_PART_OUTPUTS // (hidden_size * PREFERRED_MULTIPLE)) * PREFERRED_MULTIPLE
     return min(rows, columns)
-
-
-def row_stride(columns: int) -> int:
-    """Elements from one row of a logits buffer to the next."""
-    return -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def span(tensor: Tensor, start: int, stop: int, dim: int = 0) -> Tensor:
-    """Entries `[start, stop)` along a dimension: the tensor itself when these are all, since with few tokens the host's
-    time for a view is felt."""
-    size = stop - start
-    return tensor if size == tensor.shape[dim] else tensor.narrow(dim, start, size)
-
-
-def logits_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised `[rows, columns]` buffer with the row stride that the row kernels require."""
-    return span(torch.empty(rows, row_stride(columns), dtype=dtype, device=device), 0, columns, dim=1)

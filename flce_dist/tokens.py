@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
-from .plan import span
+from .buffers import span
 
 
 def _bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:

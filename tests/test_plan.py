@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy, plan
+from flce_dist.buffers import row_stride
 from flce_dist.gemm import WeightGradient
 from tests.kit import compare
 from tests.kit.trace import Trace
@@ -93,7 +94,7 @@ def test_chunks_are_equal() -> None:
         if 128 <= rows < tokens:
             num_chunks = -(-tokens // rows)
             assert rows - 128 * num_chunks < tokens - (num_chunks - 1) * rows <= rows
-            fits = budget // (plan.row_stride(columns) * itemsize) // 128 * 128
+            fits = budget // (row_stride(columns) * itemsize) // 128 * 128
             assert num_chunks == -(-tokens // fits)
     assert plan.chunk_rows(8192, 37984, 4096, 2, 512 * 2**20) == 4096, "not 7040 and 1152"
 
@@ -151,7 +152,7 @@ def test_what_grows_takes_no_more_memory_than_a_float32_accumulator(narrow: int)
     for tokens, columns, itemsize, hidden_size in itertools.product(TOKENS, COLUMNS, (2, 4), (64, 768, 4096)):
         small = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None)
         grown = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, narrow_chunks=narrow)
-        row_bytes, gradient = plan.row_stride(columns) * itemsize, columns * hidden_size * 2
+        row_bytes, gradient = row_stride(columns) * itemsize, columns * hidden_size * 2
 
         def peak(rows: int, tokens: int = tokens, row_bytes: int = row_bytes, gradient: int = gradient) -> int:
             if -(-tokens // rows) <= narrow:

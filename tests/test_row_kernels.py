@@ -34,8 +34,8 @@ def allowed(row: dict[str, Any]) -> bool:
 
 
 def _inputs(row: dict[str, Any]) -> dict[str, Any]:
+    from flce_dist.buffers import logits_buffer
     from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
-    from flce_dist.plan import logits_buffer
 
     generator = torch.Generator().manual_seed(row["columns"])
     rows, columns, dtype = 4, row["columns"], row["dtype"]
@@ -319,9 +319,9 @@ def test_scale(dtype: torch.dtype, factor: float, host_factor: float, interprete
 
 def _widths(_: Context, columns: int) -> list[Tensor]:
     """float32 logits whose gradient is written in place as 16-bit numbers."""
+    from flce_dist.buffers import logits_buffer
     from flce_dist.kernels import torch_rows
     from flce_dist.kernels.spec import RowSpec, RowWeights
-    from flce_dist.plan import logits_buffer
 
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -342,9 +342,9 @@ def test_a_narrower_gradient_over_wider_logits(columns: int, workers: Pool) -> N
 
 def _residuals(_: Context, columns: int, smoothing: bool) -> list[Tensor]:
     """Of each way to a narrow gradient: its sum of roundings, and what that should be."""
+    from flce_dist.buffers import logits_buffer
     from flce_dist.kernels import torch_rows, triton_rows
     from flce_dist.kernels.spec import RowSpec, RowWeights
-    from flce_dist.plan import logits_buffer
 
     spec = RowSpec(uniform=smoothing)
     target = torch.tensor([columns - 1, 0, -1, columns + 3])

@@ -14,7 +14,7 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
 
 `row_stats`, `combine` and `row_stats_grad_` write `stats`, which may be columns of a wider tensor; the latter is
 `row_stats` and `row_grad_` in one, for a single rank. `target` holds columns of this rank (int64; outside `[0, L)` when
-the target is another rank's or ignored). `logits` comes from `plan.logits_buffer`; `row_stats` may change it in ways
+the target is another rank's or ignored). `logits` comes from `buffers.logits_buffer`; `row_stats` may change it in ways
 that `row_grad_` does not depend on, and that one overwrites it with its gradient: `grad` is the same storage, seen in
 the dtype of the GEMM operands. Where that is narrower and `residual` is given, it gets each row's sum of what rounding
 added. Statistics are float32, and float64 for float64 logits. `token_shares` says which ids are not `ignore_index`, and
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan import span
+from ..buffers import span
 
 MAX, OTHERS, TARGET, OWNED = range(4)
 """Rows of the statistics: max of the logits z; sum of exp(z - max) over the columns other than the target; the target's

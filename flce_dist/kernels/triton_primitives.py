@@ -8,7 +8,7 @@ to keep it, the second and the write ask not to be kept. On an H200 with Triton 
 import triton
 import triton.language as tl
 
-from ..plan import ROW_ALIGNMENT
+from ..buffers import ROW_ALIGNMENT
 from . import spec
 from .spec import MAX, OTHERS, OWNED, TARGET
 

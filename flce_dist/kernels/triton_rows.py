@@ -1,7 +1,7 @@
 """The row kernels in Triton: one program a row, which passes over the row's tiles. The contract is in `spec`.
 
-Rows of the logits start at multiples of `plan.ROW_ALIGNMENT` elements, so tiles are loaded up to the padded end of the
-row with wide loads, and columns past `num_columns` are masked by value. Scalars that differ between calls are not
+Rows of the logits start at multiples of `buffers.ROW_ALIGNMENT` elements, so tiles are loaded up to the padded end of
+the row with wide loads, and columns past `num_columns` are masked by value. Scalars that differ between calls are not
 specialised on: over all shapes a kernel is compiled once for each of the few tile sizes of `_launch_settings`.
 """
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flce_dist.plan import logits_buffer
+from flce_dist.buffers import logits_buffer
 
 from .workload import Problem
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from flce_dist import VocabShard, collectives
 from flce_dist.backend import row_kernels
+from flce_dist.buffers import logits_buffer
 from flce_dist.gemm import WeightGradient, hidden_grad_into, logits_into
 from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
-from flce_dist.plan import logits_buffer
 
 from . import floor, measure, methods, workload
 from .costs import LocalWork

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy
+from flce_dist.buffers import row_stride
 from flce_dist.gemm import accumulation_dtype
-from flce_dist.plan import chunk_rows, narrow_chunks, row_stride
+from flce_dist.plan import chunk_rows, narrow_chunks
 from tests.gpu.support import extra_peak, free_memory
 
 pytestmark = pytest.mark.gpu

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce_dist.buffers import logits_buffer, row_stride
 from flce_dist.kernels import torch_rows
 from flce_dist.kernels.spec import MAX, OTHERS, OWNED, RowSpec, RowWeights, stats_dtype
-from flce_dist.plan import logits_buffer, row_stride
 from tests.kit import rows as fresh
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flce_dist import linear_cross_entropy
-from flce_dist.plan import row_stride
+from flce_dist.buffers import row_stride
 from tests.gpu.support import (
     DevicePool,
     capture,
