@@ -62,7 +62,11 @@ def call(hidden: Any = X, weight: Any = E, target: Any = T, **keywords: Any) -> 
             ValueError,
             ["class_weight may not require grad"],
         ),
-        ({"normalizer": torch.tensor(3.0, requires_grad=True)}, ValueError, ["normalizer may not require grad", "normalizer.detach()"]),
+        (
+            {"normalizer": torch.tensor(3.0, requires_grad=True)},
+            ValueError,
+            ["normalizer may not require grad", "normalizer.detach()"],
+        ),
         ({"normalizer": torch.tensor(3.0, dtype=torch.bfloat16)}, ValueError, ["normalizer", "bfloat16", "int64"]),
         ({"normalizer": torch.tensor(3.0, dtype=torch.float16)}, ValueError, ["normalizer", "float16", "int64"]),
         ({"normalizer": float("nan")}, ValueError, ["normalizer must be finite", "nan"]),
