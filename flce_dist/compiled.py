@@ -30,6 +30,11 @@ from .unpack import autocast, local_tensors
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
 _INTEGER_AUX = ("predictions", "num_valid")
+_INPUTS = (
+    "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight, "
+    "Tensor? normalizer, str config, bool[] needs"
+)
+"""Of both operators."""
 
 
 def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
@@ -123,19 +128,10 @@ def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool
     return args, prepare(args, agreed, Needs(*needs))
 
 
-@torch.library.custom_op("flce_dist::linear_cross_entropy", mutates_args=())
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | None,
-    config: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
+@torch.library.custom_op("flce_dist::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> Tensor[]")
+def _forward(*inputs: Any) -> list[Tensor]:
+    *tensors, config, needs = inputs
+    hidden: Tensor = tensors[0]
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
         loss, stats, owned, gradients, factor = compute(prepared.call, prepared.hidden, args.weight, args.bias)
@@ -148,17 +144,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | None,
-    config: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _(*inputs: Any) -> list[Tensor]:
+    hidden, weight, target, bias, *_, config, needs = inputs
     options, aux = _options(config), json.loads(config)["aux"]
     dtype = stats_dtype(hidden.dtype)
     per_token = options.reduction == "none"
@@ -171,20 +158,12 @@ def _(
     return outputs
 
 
-@torch.library.custom_op("flce_dist::linear_cross_entropy_backward", mutates_args=())
-def _backward(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | None,
-    config: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    tensors = (hidden, weight, target, bias, class_weight, token_weight, normalizer)
+@torch.library.custom_op(
+    "flce_dist::linear_cross_entropy_backward", mutates_args=(), schema=f"(Tensor grad_loss, {_INPUTS}) -> Tensor[]"
+)
+def _backward(grad_loss: Tensor, *inputs: Any) -> list[Tensor]:
+    *tensors, config, needs = inputs
+    hidden: Tensor = tensors[0]
     with on_device(hidden.device):
         args, prepared = _prepare(tensors, config, needs)
         if args.setting.options.reduction == "none":
@@ -195,18 +174,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_loss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | None,
-    config: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _(grad_loss: Tensor, *inputs: Any) -> list[Tensor]:
+    hidden, weight, _target, bias, *_, config, needs = inputs
     return _fake_outputs(hidden, weight, bias, _options(config), needs)
 
 
