@@ -1,9 +1,10 @@
 """Vocabulary-sharded fused linear cross entropy for PyTorch."""
 
 from . import versions  # noqa: F401, it refuses a torch that the others cannot be imported with
-from .api import LossOutput, count_valid_tokens, linear_cross_entropy
+from .api import count_valid_tokens, linear_cross_entropy
 from .head import LinearCrossEntropyLoss, VocabParallelHead
 from .options import LossOptions
+from .outputs import LossOutput
 from .shard import VocabShard
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -12,30 +12,10 @@ from torch import Tensor
 from . import collectives
 from .arguments import Given, checked_arguments
 from .call import loss_and_aux, on_device, prepare
-from .op import LinearCrossEntropy, Needs
+from .op import LinearCrossEntropy
 from .options import LossOptionsDict
+from .outputs import LossOutput
 from .shard import VocabShard
-
-
-class LossOutput(NamedTuple):
-    """The loss and what `aux` asked for (None otherwise). All but `loss` carry no gradient.
-
-    Scalars are equal on all ranks of the group; per-token tensors have the shape of `target` on this rank.
-    """
-
-    loss: Tensor
-    z_loss: Tensor | None = None
-    """The z-loss part of `loss`, reduced like it."""
-    lse: Tensor | None = None
-    """Per token: log-sum-exp over the global vocabulary, in nats."""
-    accuracy: Tensor | None = None
-    """Share of valid tokens whose arg-max is the target; 0 when there is none. 0-d."""
-    predictions: Tensor | None = None
-    """Per token: arg-max over the global vocabulary (int64), the lowest id of equals; given for ignored tokens too."""
-    entropy: Tensor | None = None
-    """Per token: entropy of the softmax over the global vocabulary, in nats."""
-    num_valid: Tensor | None = None
-    """Valid tokens of the group. 0-d int64."""
 
 
 def linear_cross_entropy(
@@ -103,14 +83,8 @@ def linear_cross_entropy(
         loss, found = compiled.linear_cross_entropy(given)
         return LossOutput(loss, **found) if aux else loss
     args, agreed = checked_arguments(given)
-    grad = torch.is_grad_enabled()
-    needs = Needs(
-        hidden=grad and args.hidden.requires_grad,
-        weight=grad and args.weight.requires_grad,
-        bias=grad and args.bias is not None and args.bias.requires_grad,
-    )
     with on_device(args.hidden.device):
-        prepared = prepare(args, agreed, needs)
+        prepared = prepare(args, agreed)
         ran = LinearCrossEntropy.apply(prepared.call, prepared.hidden, args.weight, args.bias)
         loss, found = loss_and_aux(args, prepared, *ran)
         return LossOutput(loss, **found) if aux else loss

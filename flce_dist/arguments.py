@@ -19,12 +19,12 @@ from . import agreement, checks, collectives
 from .backend import row_kernels
 from .kernels import torch_rows
 from .kernels.spec import RowSpec
+from .op import Needs
 from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float
+from .outputs import AUX_NAMES, OF_ALL_TOKENS
 from .shard import VocabShard, partition_error
 from .unpack import autocast, local_tensors
 
-AUX_NAMES = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
-PER_TOKEN_AUX = ("lse", "predictions", "entropy")
 MAX_EXACT_ID = 2**24
 """Arg-max ids travel as float32 beside the other statistics, and are exact up to here."""
 
@@ -80,9 +80,10 @@ class Arguments(NamedTuple):
     normalizer: Tensor | float | None
     group: dist.ProcessGroup | None
     setting: Setting
+    needs: Needs
 
 
-def resolve(given: Given) -> Arguments:
+def resolve(given: Given, compiled_needs: Needs | None = None) -> Arguments:
     """
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -107,6 +108,7 @@ def resolve(given: Given) -> Arguments:
         normalizer=given.normalizer,
         group=group,
         setting=setting,
+        needs=compiled_needs or Needs.of(hidden, given.weight, given.bias),
     )
 
 
@@ -199,9 +201,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     )
 
 
-def checked_arguments(
-    given: Given, compiled_needs: Sequence[bool] | None = None
-) -> tuple[Arguments, agreement.Agreed | None]:
+def checked_arguments(given: Given, compiled_needs: Needs | None = None) -> tuple[Arguments, agreement.Agreed | None]:
     """`resolve` on all ranks of the group together. Inside a compiled graph's operator tensors no longer know whether
     they require grad: `compiled_needs` says so of hidden, weight and bias.
 
@@ -215,7 +215,7 @@ def checked_arguments(
     args, error = None, None
     try:
         checks.check_plain_autograd(given if compiled_needs is None else None)
-        args = resolve(given)
+        args = resolve(given, compiled_needs)
     except Exception as caught:  # raised below, once the other ranks know
         error = caught
     group = collectives.sharding_group(given.group)
@@ -231,7 +231,7 @@ def checked_arguments(
         on_host,
         _named_vocab_size(given),
         error,
-        lambda: summarize(_present(args), compiled_needs),
+        lambda: summarize(_present(args), is_compiled=compiled_needs is not None),
     )
     return _present(args), agreed
 
@@ -251,14 +251,11 @@ def _present(args: Arguments | None) -> Arguments:
     return args
 
 
-def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> agreement.Summary:
+def summarize(args: Arguments, is_compiled: bool = False) -> agreement.Summary:
     """What the ranks of the group compare; reads the device."""
-    setting, options = args.setting, args.setting.options
+    setting, options, needs = args.setting, args.setting.options, args.needs
     budget = {"logits_budget": options.budget_bytes}  # however it was written
     replicated = setting.hidden_layout == "replicated"
-    tensors = (args.hidden, args.weight, args.bias)
-    grad = torch.is_grad_enabled()
-    needs = compiled_needs or [grad and tensor is not None and tensor.requires_grad for tensor in tensors]
     equal = {
         "vocab_size": setting.shard.vocab_size,
         "the hidden size": args.hidden.shape[1],
@@ -266,7 +263,7 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         "the kind of device": args.hidden.device.type,
         "the hidden layout": setting.hidden_layout,
         "the options": {key: str(value) for key, value in (asdict(options) | budget).items()},
-        "whether hidden requires grad": needs[0],
+        "whether hidden requires grad": needs.hidden,
         "which optional arguments are given": [
             name for name in ("bias", "class_weight", "token_weight", "normalizer") if getattr(args, name) is not None
         ],
@@ -276,10 +273,10 @@ def summarize(args: Arguments, compiled_needs: Sequence[bool] | None = None) -> 
         "hidden_grad_scale": setting.hidden_grad_scale,
         "normalizer": None if args.normalizer is None else str(float(args.normalizer)),
     }
-    communicates = not replicated or compiled_needs is not None
-    if recomputes(options, args.hidden.dtype) and not needs[0] and communicates:
+    communicates = not replicated or is_compiled
+    if recomputes(options, args.hidden.dtype) and not needs.hidden and communicates:
         # This backward communicates, so it must run on all ranks or on none.
-        equal["whether weight or bias requires grad"] = any(needs[1:])
+        equal["whether weight or bias requires grad"] = needs.weight or needs.bias
     same = {"class_weight": args.class_weight}
     if replicated:
         equal["the number of tokens"] = args.hidden.shape[0]
@@ -304,7 +301,7 @@ def _check_call(given: Given, options: LossOptions) -> None:
     for name in given.aux:
         if name not in AUX_NAMES:
             raise ValueError(f"aux names must be among {', '.join(AUX_NAMES)}, got {name!r}")
-        if options.skip_ignored and name in PER_TOKEN_AUX:
+        if options.skip_ignored and name in OF_ALL_TOKENS:
             raise ValueError(f"aux {name!r} is given for ignored tokens too, which skip_ignored=True never computes")
 
 

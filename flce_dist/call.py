@@ -14,8 +14,9 @@ from . import collectives, row_math
 from .agreement import Agreed
 from .arguments import Arguments, Setting
 from .kernels.spec import stats_dtype
-from .op import Call, Needs, RowInputs
+from .op import Call, RowInputs
 from .options import recomputes
+from .outputs import aux_value, is_per_token
 from .plan import rows_of_call
 from .shard import VocabShard
 from .tokens import ReplicatedTokens, ShardedTokens, TokenLayout
@@ -30,17 +31,17 @@ class Prepared(NamedTuple):
     kept: Tensor | None
 
 
-def prepare(args: Arguments, agreed: Agreed | None, needs: Needs) -> Prepared:
+def prepare(args: Arguments, agreed: Agreed | None) -> Prepared:
     """Collectives: one maximum of the token counts, for token-sharded hidden states without `max_tokens`, or with
     `skip_ignored`."""
-    setting = args.setting
+    setting, needs = args.setting, args.needs
     options = setting.options
     hidden, target, token_weight, kept = args.hidden, args.target, args.token_weight, None
     if options.skip_ignored:
         kept = (target != options.ignore_index).nonzero()[:, 0]
         hidden, target = hidden.index_select(0, kept), target[kept]
         token_weight = None if token_weight is None else token_weight[kept]
-    tokens = _token_layout(args, hidden, needs, None if agreed is None else agreed.most_columns)
+    tokens = _token_layout(args, hidden, None if agreed is None else agreed.most_columns)
     # The call lives as long as the loss: it must not keep the hidden states and a cast weight alive after backward.
     make_inputs = partial(
         _row_inputs,
@@ -96,7 +97,7 @@ def _row_inputs(
     return RowInputs(ids, shard.local_ids(ids), valid, weights, column_weight, column_weight_sum)
 
 
-def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: int | None) -> TokenLayout:
+def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
     """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
     setting, group, num_ranks = args.setting, args.group, collectives.world_size(args.group)
     options, (num_tokens, hidden_size) = setting.options, hidden.shape
@@ -105,7 +106,7 @@ def _token_layout(args: Arguments, hidden: Tensor, needs: Needs, most_columns: i
 
     def rows_of(all_tokens: int, sharded: bool) -> int:
         return rows_of_call(
-            options, all_tokens, hidden_size, most_columns, hidden.dtype, num_ranks, sharded, needs.weight
+            options, all_tokens, hidden_size, most_columns, hidden.dtype, num_ranks, sharded, args.needs.weight
         )
 
     if group is None or setting.hidden_layout == "replicated":
@@ -125,9 +126,14 @@ def loss_and_aux(
         IndexError: as `_check_targets`.
     """
     _check_targets(args, prepared, stats, owned)
-    if args.setting.options.reduction == "none":
+    call, reduction = prepared.call, prepared.call.options.reduction
+    if reduction == "none":
         loss = _to_arguments(args, loss, prepared.kept)
-    return loss, _aux_outputs(args, prepared, stats)
+    aux = {name: aux_value(name, call, stats) for name in args.setting.aux}
+    for name, value in aux.items():
+        if is_per_token(name, reduction):
+            aux[name] = _to_arguments(args, call.tokens.to_local(value), prepared.kept)
+    return loss, aux
 
 
 def _check_targets(args: Arguments, prepared: Prepared, stats: Tensor, owned: Tensor) -> None:
@@ -155,33 +161,6 @@ def _to_arguments(args: Arguments, per_token: Tensor, kept: Tensor | None) -> Te
     if kept is not None:
         per_token = per_token.new_zeros(args.target.shape).index_copy(0, kept, per_token)
     return per_token.reshape(args.setting.target_shape)
-
-
-def _aux_outputs(args: Arguments, prepared: Prepared, stats: Tensor) -> dict[str, Tensor]:
-    """What `args.setting.aux` names: scalars of the group, or per-token values of this rank in the target's shape."""
-    call, kept = prepared.call, prepared.kept
-    spec, valid = call.spec, call.inputs.valid
-
-    def per_token(values: Tensor) -> Tensor:
-        return _to_arguments(args, call.tokens.to_local(values), kept)
-
-    found: dict[str, Tensor] = {}
-    for name in args.setting.aux:
-        if name == "num_valid":
-            found[name] = valid.sum()
-        elif name == "z_loss":
-            losses = row_math.z_losses(stats, call.inputs.weights, valid, spec)
-            found[name] = per_token(losses) if call.options.reduction == "none" else losses.sum()
-        elif name == "lse":
-            found[name] = per_token(row_math.log_sum_exp(stats))
-        elif name == "entropy":
-            found[name] = per_token(row_math.entropies(stats, spec))
-        elif name == "predictions":
-            found[name] = per_token(row_math.predictions(stats, spec))
-        else:
-            hits = (valid & (row_math.predictions(stats, spec) == call.inputs.ids)).sum()
-            found[name] = hits.to(stats.dtype) / valid.sum().clamp(min=1)
-    return found
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from .arguments import PER_TOKEN_AUX, Arguments, Given, checked_arguments
+from .arguments import Arguments, Given, checked_arguments
 from .call import Prepared, loss_and_aux, on_device, prepare
 from .checks import check_no_grad, check_normalizer, check_plain_autograd
 from .collectives import sharding_group
@@ -25,11 +25,11 @@ from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
 from .options import LossOptions, recomputes
+from .outputs import aux_dtype, is_per_token
 from .shard import VocabShard
 from .unpack import autocast, local_tensors
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
-_INTEGER_AUX = ("predictions", "num_valid")
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight, "
     "Tensor? normalizer, str config, bool[] needs"
@@ -56,8 +56,6 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         tuple((name, _constant(getattr(given, name))) for name in _HOST),
         tuple((name, _constant(value)) for name, value in given.options.items()),
     )
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (given.hidden, given.weight, given.bias)]
     outputs = _forward(
         given.hidden,
         given.weight,
@@ -67,7 +65,7 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         given.token_weight,
         normalizer,
         config,
-        needs,
+        list(Needs.of(given.hidden, given.weight, given.bias)),
     )
     return outputs[0], {name: output.detach() for name, output in zip(aux, outputs[1:], strict=False)}
 
@@ -124,8 +122,8 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
 
 
 def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
-    args, agreed = checked_arguments(_decode(tensors, config), needs)
-    return args, prepare(args, agreed, Needs(*needs))
+    args, agreed = checked_arguments(_decode(tensors, config), Needs(*needs))
+    return args, prepare(args, agreed)
 
 
 @torch.library.custom_op("flce_dist::linear_cross_entropy", mutates_args=(), schema=f"({_INPUTS}) -> Tensor[]")
@@ -148,11 +146,10 @@ def _(*inputs: Any) -> list[Tensor]:
     hidden, weight, target, bias, *_, config, needs = inputs
     options, aux = _options(config), json.loads(config)["aux"]
     dtype = stats_dtype(hidden.dtype)
-    per_token = options.reduction == "none"
-    outputs = [hidden.new_empty(target.shape if per_token else (), dtype=dtype)]
+    outputs = [hidden.new_empty(target.shape if options.reduction == "none" else (), dtype=dtype)]
     for name in aux:
-        shape = target.shape if name in PER_TOKEN_AUX or (name == "z_loss" and per_token) else ()
-        outputs.append(hidden.new_empty(shape, dtype=torch.int64 if name in _INTEGER_AUX else dtype))
+        shape = target.shape if is_per_token(name, options.reduction) else ()
+        outputs.append(hidden.new_empty(shape, dtype=aux_dtype(name, dtype)))
     if any(needs) and not recomputes(options, hidden.dtype):
         outputs += [*_fake_outputs(hidden, weight, bias, options, needs), hidden.new_empty((2,), dtype=dtype)]
     return outputs

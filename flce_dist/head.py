@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
-from .api import LossOutput, linear_cross_entropy
+from .api import linear_cross_entropy
 from .checks import checked_count, checked_layout
 from .options import LossOptions, LossOptionsDict, options_of, to_float
+from .outputs import LossOutput
 from .shard import VocabShard
 
 _INIT_ROWS = 4096

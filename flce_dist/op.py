@@ -37,6 +37,12 @@ class Needs(NamedTuple):
     weight: bool
     bias: bool
 
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> Needs:
+        """Those of `hidden, weight, bias` as they are now."""
+        grad = torch.is_grad_enabled()
+        return cls(*(grad and tensor is not None and tensor.requires_grad for tensor in tensors))
+
 
 class RowInputs(NamedTuple):
     """What the rows know besides their logits, in loop order: global target ids `[N]`, the same as columns of this

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...api import LossOutput
+from ...outputs import LossOutput
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
 from .stand_in import StandIn, plain

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
-from ...arguments import AUX_NAMES
 from ...options import LossOptions, LossOptionsDict, nearest
+from ...outputs import AUX_NAMES
 from ...shard import VocabShard
 from . import after_head, heads
 from .fused import ATTRIBUTE, FusedLoss, Head, base_model, head_forward, keep_returned, loss_function, model_forward
