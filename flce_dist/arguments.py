@@ -135,6 +135,7 @@ def _known_setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
 def _kind(given: Given) -> Hashable | None:
     """All that `_setting` reads of a call but its group; None for what is not the same when it compares equal."""
     (*tensors, normalizer, _, vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux, options) = given
+    aux = tuple(aux) if type(aux) is list else aux  # a list may not be a key
     others = (vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux)
     kinds: list[Any] = [normalizer is None, *others, *map(type, others)]  # True is equal to 1
     for name, value in options.items():
@@ -149,7 +150,7 @@ def _kind(given: Given) -> Hashable | None:
     kind = tuple(kinds)
     try:
         hash(kind)
-    except TypeError:  # a list, or a value of a wrong type, which the checks refuse
+    except TypeError:  # a value of a wrong type, which the checks refuse
         return None
     return kind
 
@@ -163,7 +164,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     _check_call(given, options)
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
-    checks.check_accumulation(options, hidden.dtype)
+    checks.check_dtypes(options, hidden.dtype)
     rows = row_kernels(options.backend, hidden.device)
     if rows is not torch_rows:
         for name in ("target", "class_weight", "token_weight"):

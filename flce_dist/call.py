@@ -1,4 +1,15 @@
-"""From checked arguments to one call of the chunk loop, and from its row statistics to further outputs."""
+"""From checked arguments to one call of the chunk loop, and from its results to those of the arguments' shapes.
+
+What a call is on its way to the loop and back:
+
+    Given       the arguments as they came                                                    `arguments`
+    Arguments   checked: local tensors, tokens flattened; `needs` says which gradients        `arguments`
+      Setting   what follows from them without the contents of tensors, remembered            `arguments`
+    Call        what the loop asks: how tokens lie and are cut, options, kernels              `op`
+      RowInputs each row's target and coefficients, made once the first GEMM is launched      `op`
+    Computed    loss, row statistics, gradients                                               `op`
+    LossOutput  the loss and what `aux` names                                                 `outputs`
+"""
 
 from __future__ import annotations
 

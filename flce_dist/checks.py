@@ -261,7 +261,7 @@ def check_normalizer(value: Tensor | float, device: torch.device) -> None:
         raise ValueError(f"normalizer must be finite in float32 and not negative, got {value}")
 
 
-def check_accumulation(options: LossOptions, dtype: torch.dtype) -> None:
+def check_dtypes(options: LossOptions, dtype: torch.dtype) -> None:
     """The dtypes of intermediate results are those of the tensors, or float32 for 16-bit tensors.
 
     Raises:

@@ -52,13 +52,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def _norm_of_fsdp1(root: FullyShardedDataParallel, norm_type: float) -> Tensor:
     """The norm of what FSDP1 manages, and of plain parameters beside it: its own method, the DTensors out of sight."""
-    hidden = {parameter: parameter.grad for parameter in root.parameters() if isinstance(parameter.grad, DTensor)}
-    for parameter in hidden:
+    set_aside = {parameter: parameter.grad for parameter in root.parameters() if isinstance(parameter.grad, DTensor)}
+    for parameter in set_aside:
         parameter.grad = None
     try:
         return root.clip_grad_norm_(math.inf, norm_type)
     finally:
-        for parameter, grad in hidden.items():
+        for parameter, grad in set_aside.items():
             parameter.grad = grad
 
 

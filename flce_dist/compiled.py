@@ -21,11 +21,11 @@ from .arguments import Arguments, Given, checked_arguments
 from .call import Prepared, loss_and_aux, on_device, prepare
 from .checks import check_no_grad, check_normalizer, check_plain_autograd
 from .collectives import sharding_group
-from .gemm import accumulation_dtype
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
 from .options import LossOptions, recomputes
 from .outputs import aux_dtype, is_per_token
+from .plan import accumulation_dtype
 from .shard import VocabShard
 from .unpack import autocast, local_tensors
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from .buffers import span
-from .plan import first_part, narrow_chunks
+from .plan import first_part
 
 # A policy of selective activation checkpointing that keeps products would keep our buffer, which is written over, and
 # would not write the one of the recomputation.
@@ -82,13 +82,6 @@ def hidden_grad_into(
     else:
         torch.mul(residual.neg()[:, None], common, out=out)
         addmm_into(out, grad_logits, weight)
-
-
-def accumulation_dtype(explicit: torch.dtype | None, weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
-    """The dtype of a weight gradient while it is accumulated. Unless the user has chosen: the weight's, or float32 over
-    more than `plan.narrow_chunks`."""
-    narrow = narrow_chunks(explicit, weight_dtype)
-    return explicit or (weight_dtype if narrow is None or num_chunks <= narrow else torch.float32)
 
 
 class WeightGradient:

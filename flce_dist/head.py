@@ -53,10 +53,14 @@ class _LossModule(nn.Module):
 
 
 class LinearCrossEntropyLoss(_LossModule):
-    """`linear_cross_entropy` with its options bound; it has no parameters of its own.
+    """`linear_cross_entropy` with its options bound. It has no parameters of its own, unlike torch's module of this
+    name: the weight is an argument of each call.
 
     Args:
         group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale, options: as `linear_cross_entropy` takes them.
+
+    Raises:
+        TypeError, ValueError: an option, the layout or the scale has a wrong type or value.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class LinearCrossEntropyLoss(_LossModule):
         super().__init__()
         self.options = options_of(options)
         self.group = group
-        self.call: dict[str, Any] = {
+        self._arguments: dict[str, Any] = {
             "vocab_size": vocab_size,
             "vocab_shard": vocab_shard,
             "hidden_layout": checked_layout(hidden_layout),
@@ -81,8 +85,11 @@ class LinearCrossEntropyLoss(_LossModule):
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **tensors: Any) -> Tensor | LossOutput:
         """The loss; `tensors` are the further arguments of `linear_cross_entropy` that change from call to call (bias,
-        class_weight, token_weight, normalizer, max_tokens, aux). Collectives: those of `linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, target, group=self.group, **tensors, **self.call, **self._options)
+        class_weight, token_weight, normalizer, max_tokens, reduce_hidden_grad, aux). Raises as it does, and calls its
+        collectives."""
+        return linear_cross_entropy(
+            hidden, weight, target, group=self.group, **tensors, **self._arguments, **self._options
+        )
 
 
 class VocabParallelHead(_LossModule):

@@ -23,9 +23,10 @@ from torch import Tensor
 from . import collectives, row_math
 from .buffers import logits_buffer, span
 from .checks import is_freed
-from .gemm import WeightGradient, accumulation_dtype, common_row, hidden_grad_into, logits_into
+from .gemm import WeightGradient, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowSpec, RowWeights, stats_dtype
 from .options import LossOptions, recomputes
+from .plan import accumulation_dtype
 from .shard import VocabShard
 from .tokens import HiddenGradient, TokenLayout
 
@@ -80,7 +81,7 @@ class Call:
 
     @cached_property
     def inputs(self) -> RowInputs:
-        """Made at the first use, in the loop, where these small operations hide behind the first GEMM. With
+        """Made at the first use, which is in the loop. With
         token-sharded hidden states one all-gather of the targets, and one of the token weights if given."""
         return self.make_inputs()
 
@@ -146,13 +147,13 @@ def run_chunks(
         x = call.tokens.hidden_chunk(hidden, start, stop)
         logits = span(buffer, 0, stop - start)
         logits_into(logits, x, weight_rows, bias_rows, call.options.logit_scale)
-        if start == 0:
+        if start == 0:  # not before the loop: these small operations hide behind the first GEMM
             weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
         chunk_weights = None if weights is None else weights.slice(start, stop)
         grad = logits if logits.dtype == x.dtype else logits.view(x.dtype)[:, :columns]
         residual = None if mean_row is None else stats.new_empty(stop - start)
         target, chunk_stats = span(call.inputs.target, start, stop), span(stats, start, stop, dim=1)
-        softmax_rows(call, logits, grad, target, chunk_stats, chunk_weights, known_stats is not None, residual)
+        stats_and_grad_rows(call, logits, grad, target, chunk_stats, chunk_weights, known_stats is not None, residual)
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)
             hidden_grad_into(part, grad, weight_rows, residual, mean_row)
@@ -164,7 +165,7 @@ def run_chunks(
     return stats, Gradients(None if hidden_grad is None else hidden_grad.finish(), *weight_grad.finish())
 
 
-def softmax_rows(
+def stats_and_grad_rows(
     call: Call,
     logits: Tensor,
     grad: Tensor,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -20,10 +20,10 @@ Backend = Literal["auto", "triton", "torch"]
 CheckRanks = Literal["auto", "first", "always", "never"]
 
 CHOICES = {
-    "reduction": ("mean", "sum", "none"),
-    "backward": ("auto", "forward", "recompute"),
-    "backend": ("auto", "triton", "torch"),
-    "check_ranks": ("auto", "first", "always", "never"),
+    "reduction": get_args(Reduction),
+    "backward": get_args(Backward),
+    "backend": get_args(Backend),
+    "check_ranks": get_args(CheckRanks),
 }
 DTYPES = {
     "float64": torch.float64,
@@ -55,7 +55,7 @@ class LossOptions:
         softcap: `softcap * tanh(logits / softcap)` instead of the logits.
         logit_scale: factor on the logits (bias included), before softcap.
         accum_dtype: dtype in which the weight gradient is accumulated over chunks; None: the weight's, but float32 for
-            float16 weights and for bfloat16 ones over more than 2 chunks (`gemm.accumulation_dtype`).
+            float16 weights and for bfloat16 ones over more than 2 chunks (`plan.accumulation_dtype`).
         logits_dtype: dtype in which logits are stored; None: the hidden states'. The only other choice is float32.
         hidden_grad_reduce_dtype: dtype in which the hidden gradient is summed over ranks; None: float32, and float64
             for float64.

@@ -38,7 +38,7 @@ def chunk_rows(
     itemsize: int,
     budget_bytes: int | None,
     explicit: int | None = None,
-    narrow_chunks: int | None = None,
+    max_narrow_chunks: int | None = None,
     num_parts: int = 1,
 ) -> int:
     """Rows of a chunk: at least `num_parts`, at most `max(num_tokens, num_parts)`.
@@ -50,19 +50,22 @@ def chunk_rows(
         itemsize: bytes of one logit.
         budget_bytes: bytes that one chunk of logits may take; None: `default_budget`. A single row may exceed it.
         explicit: the user's choice, which wins over the budget.
-        narrow_chunks: `narrow_chunks`, and None where no weight gradient is made. With more chunks than these the
-            default budget grows to what a float32 accumulator takes anyway (`_grown_rows`).
+        max_narrow_chunks: as `narrow_chunks`, and None where no weight gradient is made. With more chunks than these
+            the default budget grows to what a float32 accumulator takes anyway (`_grown_rows`).
         num_parts: ranks that bring equal parts of a chunk, of which the rows are a multiple: more by default, fewer for
             a choice or a budget.
     """
     most = max(num_tokens, 1)
     row_bytes = row_stride(max_columns) * itemsize
-    if explicit is not None or budget_bytes is not None:
-        rows = min(explicit, most) if explicit is not None else _rows_within(budget_bytes or 0, most, row_bytes)
+    chosen = explicit
+    if chosen is None and budget_bytes is not None:
+        chosen = _rows_within(budget_bytes, most, row_bytes)
+    if chosen is not None:
+        rows = min(chosen, most)
         return max(rows - rows % num_parts, num_parts)
     rows = _rows_within(default_budget(row_bytes, hidden_size), most, row_bytes)
-    if narrow_chunks is not None and -(-most // rows) > narrow_chunks:
-        rows = _grown_rows(rows, most, row_bytes, max_columns * hidden_size * 2, narrow_chunks)
+    if max_narrow_chunks is not None and -(-most // rows) > max_narrow_chunks:
+        rows = _grown_rows(rows, most, row_bytes, max_columns * hidden_size * 2, max_narrow_chunks)
     return rows + -rows % num_parts  # rounded down, a few rows would be left for one chunk more
 
 
@@ -98,11 +101,18 @@ def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) ->
     return MAX_NARROW_CHUNKS if accum_dtype is None and weight_dtype == torch.bfloat16 else 0
 
 
-def _grown_rows(rows: int, most: int, row_bytes: int, grad_bytes: int, narrow_chunks: int) -> int:
+def accumulation_dtype(explicit: torch.dtype | None, weight_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
+    """The dtype of a weight gradient while it is accumulated. Unless the user has chosen: the weight's, or float32 over
+    more than `narrow_chunks`."""
+    narrow = narrow_chunks(explicit, weight_dtype)
+    return explicit or (weight_dtype if narrow is None or num_chunks <= narrow else torch.float32)
+
+
+def _grown_rows(rows: int, most: int, row_bytes: int, grad_bytes: int, max_narrow_chunks: int) -> int:
     """Rows of a chunk that costs no more memory than `rows` and a float32 accumulator: that is twice `grad_bytes`, the
     16-bit gradient, and has beside it first the logits, then the gradient as it is handed out."""
-    if narrow_chunks:  # which spare the accumulator
-        few = min(most, _equal_rows(most, narrow_chunks, GROWN_MULTIPLE))
+    if max_narrow_chunks:  # which spare the accumulator
+        few = min(most, _equal_rows(most, max_narrow_chunks, GROWN_MULTIPLE))
         if grad_bytes + few * row_bytes <= 2 * grad_bytes + max(rows * row_bytes, grad_bytes):
             return few
     return max(rows, _rows_within(grad_bytes, most, row_bytes))

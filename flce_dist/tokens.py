@@ -74,9 +74,9 @@ class HiddenGradient:
         """Where the loop writes this rank's part of a chunk's gradient."""
         if self._reduce_dtype == self._grad.dtype:
             return span(self._grad, start, stop)
-        return self._free_scratch(stop - start)
+        return self._idle_scratch(stop - start)
 
-    def _free_scratch(self, num_rows: int) -> Tensor:
+    def _idle_scratch(self, num_rows: int) -> Tensor:
         """One buffer for all chunks, once what the last one left there has been summed."""
         self.wait()
         if self._scratch is None:  # the first chunk is the largest
@@ -167,7 +167,7 @@ class ShardedHiddenGradient(HiddenGradient):
     """The gradient of token-sharded hidden states: a rank gets the sum over the ranks for its own tokens."""
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        return self._free_scratch(stop - start)
+        return self._idle_scratch(stop - start)
 
     def start_reduce(self, part: Tensor, start: int, stop: int) -> None:
         """Starts the sum over the ranks, of which each gets its own tokens. One reduce-scatter of `[C, H]` in the

@@ -81,7 +81,7 @@ def test_free_memory_is_no_input() -> None:
         "itemsize",
         "budget_bytes",
         "explicit",
-        "narrow_chunks",
+        "max_narrow_chunks",
         "num_parts",
     ]
     assert list(inspect.signature(plan.narrow_chunks).parameters) == ["accum_dtype", "weight_dtype"]
@@ -134,7 +134,7 @@ def test_the_default_budget(tokens: int, columns: int, hidden_size: int, itemsiz
 def test_the_default_budget_grows_to_two_chunks(
     tokens: int, columns: int, hidden_size: int, itemsize: int, rows: int
 ) -> None:
-    assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, narrow_chunks=2) == rows
+    assert plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, max_narrow_chunks=2) == rows
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_default_budget_grows_to_two_chunks(
     [(8192, 128256, 4096, 4096), (8192, 128256, 1024, 2048), (300, 128256, 4096, 300), (8192, 16032, 4096, 8192)],
 )
 def test_the_default_budget_grows_beside_a_float32_sum(tokens: int, columns: int, hidden_size: int, rows: int) -> None:
-    assert plan.chunk_rows(tokens, columns, hidden_size, 2, None, narrow_chunks=0) == rows
+    assert plan.chunk_rows(tokens, columns, hidden_size, 2, None, max_narrow_chunks=0) == rows
 
 
 @pytest.mark.parametrize("narrow", [0, 1, 2])
@@ -151,7 +151,7 @@ def test_what_grows_takes_no_more_memory_than_a_float32_accumulator(narrow: int)
     logits and then the copy in 16 bits. Chunks that are few are left as they are."""
     for tokens, columns, itemsize, hidden_size in itertools.product(TOKENS, COLUMNS, (2, 4), (64, 768, 4096)):
         small = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None)
-        grown = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, narrow_chunks=narrow)
+        grown = plan.chunk_rows(tokens, columns, hidden_size, itemsize, None, max_narrow_chunks=narrow)
         row_bytes, gradient = row_stride(columns) * itemsize, columns * hidden_size * 2
 
         def peak(rows: int, tokens: int = tokens, row_bytes: int = row_bytes, gradient: int = gradient) -> int:
@@ -169,8 +169,8 @@ def test_a_choice_of_the_user_is_not_changed() -> None:
     for tokens, columns, itemsize, budget in GRID:
         chosen = plan.chunk_rows(tokens, columns, 4096, itemsize, budget)
         for narrow in (0, 2):
-            assert plan.chunk_rows(tokens, columns, 4096, itemsize, budget, narrow_chunks=narrow) == chosen
-            rows = plan.chunk_rows(tokens, columns, 4096, itemsize, None, 5, narrow_chunks=narrow)
+            assert plan.chunk_rows(tokens, columns, 4096, itemsize, budget, max_narrow_chunks=narrow) == chosen
+            rows = plan.chunk_rows(tokens, columns, 4096, itemsize, None, 5, max_narrow_chunks=narrow)
             assert rows == max(1, min(5, tokens))
 
 

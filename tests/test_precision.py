@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import VocabShard, gemm, linear_cross_entropy
-from flce_dist.gemm import accumulation_dtype
+from flce_dist.plan import accumulation_dtype
 from tests.kit import heads, oracle
 from tests.kit.compare import relative_error
 from tests.kit.workers import Context, Pool

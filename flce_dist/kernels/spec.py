@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -65,35 +66,33 @@ class RowSpec:
     entropy: bool = False
     token_scaling: bool = False
 
+    @cached_property
+    def stat_rows(self) -> dict[str, int]:
+        """The row of each statistic that a flag asks for, -1 without the flag, by the name of the Triton kernels'
+        constant."""
+        row = count(OWNED + 1)
+        asked = {"WEIGHTED": self.uniform, "WEIGHT": self.uniform, "ARGMAX": self.argmax, "ENTROPY": self.entropy}
+        return {name: next(row) if on else -1 for name, on in asked.items()}
+
     @property
     def weighted_sum_row(self) -> int:
-        return OWNED + 1 if self.uniform else -1
+        return self.stat_rows["WEIGHTED"]
 
     @property
     def weight_sum_row(self) -> int:
-        return OWNED + 2 if self.uniform else -1
+        return self.stat_rows["WEIGHT"]
 
     @property
     def argmax_row(self) -> int:
-        return OWNED + 1 + 2 * self.uniform if self.argmax else -1
+        return self.stat_rows["ARGMAX"]
 
     @property
     def entropy_row(self) -> int:
-        return OWNED + 1 + 2 * self.uniform + self.argmax if self.entropy else -1
+        return self.stat_rows["ENTROPY"]
 
     @cached_property
-    def stat_rows(self) -> dict[str, int]:
-        """The rows above as the Triton kernels' constants."""
-        return {
-            "WEIGHTED": self.weighted_sum_row,
-            "WEIGHT": self.weight_sum_row,
-            "ARGMAX": self.argmax_row,
-            "ENTROPY": self.entropy_row,
-        }
-
-    @property
     def num_stats(self) -> int:
-        return OWNED + 1 + 2 * self.uniform + self.argmax + self.entropy
+        return OWNED + 1 + sum(row >= 0 for row in self.stat_rows.values())
 
 
 class RowWeights(NamedTuple):

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flce_dist.gemm import accumulation_dtype
 from flce_dist.options import LossOptions
-from flce_dist.plan import rows_of_call
+from flce_dist.plan import accumulation_dtype, rows_of_call
 
 PRODUCTS = ("logits", "hidden_grad", "weight_grad", "weight_grad_more")
 STAGES = (*PRODUCTS, "row_stats", "row_grad", "row_stats_grad", "combine", "copy", "narrow")

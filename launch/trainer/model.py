@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.backend import row_kernels
-from flce_dist.checks import check_accumulation
+from flce_dist.checks import check_dtypes
 from flce_dist.integrations.transformers import apply
 from flce_dist.plan import rows_of_call
 
@@ -120,7 +120,7 @@ def _check_loss(options: LossOptions, dtype: torch.dtype, device: torch.device) 
     except ValueError as error:
         raise ConfigError("loss.backend", str(error)) from error
     try:
-        check_accumulation(options, dtype)
+        check_dtypes(options, dtype)
     except ValueError as error:
         name, problem = str(error).split(" ", 1)
         raise ConfigError(f"loss.{name}", problem) from error

@@ -10,8 +10,7 @@ import torch
 
 from flce_dist import linear_cross_entropy
 from flce_dist.buffers import row_stride
-from flce_dist.gemm import accumulation_dtype
-from flce_dist.plan import chunk_rows, narrow_chunks
+from flce_dist.plan import accumulation_dtype, chunk_rows, narrow_chunks
 from tests.gpu.support import extra_peak, free_memory
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +23,7 @@ def rows_by_default(
     tokens: int, itemsize: int = 2, accum_dtype: torch.dtype | None = None, needs_weight: bool = True
 ) -> int:
     narrow = narrow_chunks(accum_dtype, torch.bfloat16) if needs_weight else None
-    return chunk_rows(tokens, VOCAB, WIDTH, itemsize, None, narrow_chunks=narrow)
+    return chunk_rows(tokens, VOCAB, WIDTH, itemsize, None, max_narrow_chunks=narrow)
 
 
 def logits_bytes(tokens: int) -> int:
