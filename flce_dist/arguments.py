@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What follows from a call's arguments without the contents of its tensors. `rows` are the row kernels;
+    """What follows from a call's arguments without the contents of its tensors. `kernels` are the row kernels;
     `target_shape` is the target's, as it came."""
 
     options: LossOptions
@@ -62,7 +62,7 @@ class Setting:
     reduce_hidden_grad: bool
     hidden_grad_scale: float
     aux: tuple[str, ...]
-    rows: ModuleType
+    kernels: ModuleType
     spec: RowSpec
     target_shape: torch.Size
 
@@ -165,8 +165,8 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_tensors(hidden, weight, target, given.bias)
     checks.check_dtypes(options, hidden.dtype)
-    rows = row_kernels(options.backend, hidden.device)
-    if rows is not torch_rows:
+    kernels = row_kernels(options.backend, hidden.device)
+    if kernels is not torch_rows:
         for name in ("target", "class_weight", "token_weight"):
             checks.check_own_memory(name, getattr(given, name))
     max_tokens, vocab_size = (
@@ -190,7 +190,7 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         reduce_hidden_grad=given.reduce_hidden_grad,
         hidden_grad_scale=to_float("hidden_grad_scale", given.hidden_grad_scale),
         aux=tuple(dict.fromkeys(given.aux)),
-        rows=rows,
+        kernels=kernels,
         spec=RowSpec(
             softcap=None if options.softcap is None else float(options.softcap),
             uniform=options.label_smoothing > 0,

@@ -68,7 +68,7 @@ def prepare(args: Arguments, agreed: Agreed | None) -> Prepared:
         options=options,
         shard=setting.shard,
         tokens=tokens,
-        rows=setting.rows,
+        kernels=setting.kernels,
         spec=setting.spec,
         needs=needs,
         repeatable=isinstance(tokens, ReplicatedTokens)
@@ -95,17 +95,17 @@ def _row_inputs(
     options, shard = setting.options, setting.shard
     ids = tokens.to_loop(target, fill=options.ignore_index)
     mean = options.reduction == "mean" and normalizer is None
-    valid, share = setting.rows.token_shares(ids, options.ignore_index, mean, dtype)
+    valid, share = setting.kernels.token_shares(ids, options.ignore_index, mean, dtype)
     weight_of_row = None if token_weight is None else tokens.to_loop(token_weight.to(dtype), fill=0.0)
     column_weight: Tensor | None = None
     column_weight_sum: Tensor | int = shard.vocab_size
     if class_weight is not None and options.label_smoothing:
         column_weight = shard.take(class_weight).to(dtype).contiguous()
         column_weight_sum = class_weight.abs().sum(dtype=dtype)
-    weights = row_math.row_weights(
+    coefficients = row_math.row_coefficients(
         options, ids, valid, share, shard.vocab_size, class_weight, weight_of_row, normalizer
     )
-    return RowInputs(ids, shard.local_ids(ids), valid, weights, column_weight, column_weight_sum)
+    return RowInputs(ids, shard.local_ids(ids), valid, coefficients, column_weight, column_weight_sum)
 
 
 def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:

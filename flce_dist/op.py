@@ -24,7 +24,7 @@ from . import collectives, row_math
 from .buffers import logits_buffer, span
 from .checks import is_freed
 from .gemm import WeightGradient, common_row, hidden_grad_into, logits_into
-from .kernels.spec import RowSpec, RowWeights, stats_dtype
+from .kernels.spec import RowCoefficients, RowSpec, stats_dtype
 from .options import LossOptions, recomputes
 from .plan import accumulation_dtype
 from .shard import VocabShard
@@ -53,7 +53,7 @@ class RowInputs(NamedTuple):
     ids: Tensor
     target: Tensor
     valid: Tensor
-    weights: RowWeights
+    coefficients: RowCoefficients
     column_weight: Tensor | None
     column_weight_sum: Tensor | int
 
@@ -70,7 +70,7 @@ class Call:
     options: LossOptions
     shard: VocabShard
     tokens: TokenLayout
-    rows: ModuleType
+    kernels: ModuleType
     spec: RowSpec
     needs: Needs
     repeatable: bool
@@ -102,7 +102,7 @@ def grad_factor(call: Call, dtype: torch.dtype) -> Tensor | float:
     nothing overflows instead."""
     if dtype != torch.float16 or call.tokens.num_rows == 0:
         return 1.0
-    target, uniform, square = call.inputs.weights
+    target, uniform, square = call.inputs.coefficients
     coefficient = target.abs()
     if uniform is not None:
         coefficient = coefficient + uniform.abs() * call.inputs.column_weight_sum
@@ -148,12 +148,14 @@ def run_chunks(
         logits = span(buffer, 0, stop - start)
         logits_into(logits, x, weight_rows, bias_rows, call.options.logit_scale)
         if start == 0:  # not before the loop: these small operations hide behind the first GEMM
-            weights = None if grad_scale is None else call.inputs.weights.scaled(grad_scale)
-        chunk_weights = None if weights is None else weights.slice(start, stop)
+            coefficients = None if grad_scale is None else call.inputs.coefficients.scaled(grad_scale)
+        chunk_coefficients = None if coefficients is None else coefficients.slice(start, stop)
         grad = logits if logits.dtype == x.dtype else logits.view(x.dtype)[:, :columns]
         residual = None if mean_row is None else stats.new_empty(stop - start)
         target, chunk_stats = span(call.inputs.target, start, stop), span(stats, start, stop, dim=1)
-        stats_and_grad_rows(call, logits, grad, target, chunk_stats, chunk_weights, known_stats is not None, residual)
+        stats_and_grad_rows(
+            call, logits, grad, target, chunk_stats, chunk_coefficients, known_stats is not None, residual
+        )
         if hidden_grad is not None:
             part = hidden_grad.chunk(start, stop)
             hidden_grad_into(part, grad, weight_rows, residual, mean_row)
@@ -171,27 +173,27 @@ def stats_and_grad_rows(
     grad: Tensor,
     target: Tensor,
     stats: Tensor,
-    weights: RowWeights | None,
+    coefficients: RowCoefficients | None,
     stats_known: bool,
     residual: Tensor | None,
 ) -> None:
-    """Writes a chunk's global statistics `[K, C]`, unless they are known, and its gradient when `weights` are given.
+    """Writes a chunk's global statistics `[K, C]`, unless they are known, and with `coefficients` its gradient.
 
     One all-gather of `[K, C]` with more than one rank, unless the statistics are known.
     """
-    rows, spec, group, column_weight = call.rows, call.spec, call.tokens.group, call.inputs.column_weight
+    kernels, spec, group, column_weight = call.kernels, call.spec, call.tokens.group, call.inputs.column_weight
     if not stats_known:
-        if group is None and weights is not None:
-            rows.row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
+        if group is None and coefficients is not None:
+            kernels.row_stats_grad_(logits, grad, target, stats, coefficients, spec, column_weight, residual)
             return
         if group is None:
-            rows.row_stats(logits, target, stats, spec, column_weight)
+            kernels.row_stats(logits, target, stats, spec, column_weight)
         else:
             local = torch.empty_like(stats, memory_format=torch.contiguous_format)
-            rows.row_stats(logits, target, local, spec, column_weight, call.shard.start)
-            rows.combine(collectives.all_gather(local, group), stats, spec)
-    if weights is not None:
-        rows.row_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
+            kernels.row_stats(logits, target, local, spec, column_weight, call.shard.start)
+            kernels.combine(collectives.all_gather(local, group), stats, spec)
+    if coefficients is not None:
+        kernels.row_grad_(logits, grad, target, stats, coefficients, spec, column_weight, residual)
 
 
 class Computed(NamedTuple):
@@ -211,12 +213,12 @@ def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     factor = grad_factor(call, hidden.dtype) if now else 1.0
     grad_scale = factor * call.options.logit_scale if now else None
     stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
-    weights, valid = call.inputs.weights, call.inputs.valid
+    coefficients, valid = call.inputs.coefficients, call.inputs.valid
     if call.options.reduction == "none":
-        loss = call.tokens.to_local(row_math.row_losses(stats, weights, valid, call.spec)).clone()
+        loss = call.tokens.to_local(row_math.row_losses(stats, coefficients, valid, call.spec)).clone()
         owned = ~row_math.badly_owned(stats, valid).any()
     else:
-        loss, owned = call.rows.loss_sum(stats, weights, valid, call.spec)
+        loss, owned = call.kernels.loss_sum(stats, coefficients, valid, call.spec)
     return Computed(loss, stats, owned, gradients if now else None, factor)
 
 
@@ -240,7 +242,7 @@ def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor
     grad_loss = grad_loss.resolve_neg()  # the kernel reads memory
     scale = grad_loss if isinstance(factor, float) and factor == 1.0 else grad_loss / factor
     pairs = zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True)
-    call.rows.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
+    call.kernels.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)
 
 
 def check_derivative(grad_loss: Tensor) -> None:

@@ -52,7 +52,7 @@ def aux_value(name: str, call: Call, stats: Tensor) -> Tensor:
     """An output, from global statistics `[K, N]`: `[]`, or `[N]` in loop order where `is_per_token`."""
     spec, valid = call.spec, call.inputs.valid
     if name == "z_loss":
-        losses = row_math.z_losses(stats, call.inputs.weights, valid, spec)
+        losses = row_math.z_losses(stats, call.inputs.coefficients, valid, spec)
         return losses if is_per_token(name, call.options.reduction) else losses.sum()
     if name == "lse":
         return row_math.log_sum_exp(stats)

@@ -7,7 +7,7 @@ and token weight w (1 when absent), a token's loss is
     w * ((1 - e) * c_y * (lse - z_y) + e/V * sum_j c_j (lse - z_j) + k * lse^2)
 
 (label smoothing and class weights as in `torch.nn.functional.cross_entropy`, the z term as in PaLM, section 5).
-`kernels.spec.RowWeights` holds the three factors with the reduction's divisor in them, and says what the gradient is.
+`kernels.spec.RowCoefficients` holds the three factors with the reduction's divisor in them, and has the gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.spec import MAX, NO_ID, OTHERS, OWNED, TARGET, RowSpec, RowWeights
+from .kernels.spec import MAX, NO_ID, OTHERS, OWNED, TARGET, RowCoefficients, RowSpec
 from .options import LossOptions
 
 
-def row_weights(
+def row_coefficients(
     options: LossOptions,
     target: Tensor,
     valid: Tensor,
@@ -28,7 +28,7 @@ def row_weights(
     class_weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | float | None,
-) -> RowWeights:
+) -> RowCoefficients:
     """Coefficients of the rows' losses, in the dtype of `share`, reduction included.
 
     `target`, `valid` and `share` (of `token_shares`, of a mean if there is no normalizer) are `[N]`, the tokens of the
@@ -48,35 +48,35 @@ def row_weights(
         divisor = _never_zero(_as_scalar(normalizer, share.dtype, share.device))
         of_target, of_all, share = of_target / divisor, of_all / divisor, share / divisor
     smoothing = options.label_smoothing
-    return RowWeights(
+    return RowCoefficients(
         target=of_target * (1.0 - smoothing) if smoothing else of_target,
         uniform=of_all * (smoothing / vocab_size) if smoothing else None,
         square=share * options.z_loss if options.z_loss else None,
     )
 
 
-def row_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> Tensor:
+def row_losses(stats: Tensor, coefficients: RowCoefficients, valid: Tensor, spec: RowSpec) -> Tensor:
     """Losses `[N]` of the rows from global statistics `[K, N]`; exactly 0 where not valid.
 
     Max and log-sum stay apart until the end: with logits near 1e4 their sum has no digits left for the loss.
     """
     log_sum = log_of_sum(stats)
     negative_log_prob = (stats[MAX] - stats[TARGET]) + log_sum
-    losses = weights.target * negative_log_prob
-    if weights.uniform is not None:
-        losses = losses + weights.uniform * (stats[spec.weight_sum_row] * log_sum - stats[spec.weighted_sum_row])
-    if weights.square is not None:
-        losses = losses + weights.square * log_sum_exp(stats).square()
+    losses = coefficients.target * negative_log_prob
+    if coefficients.uniform is not None:
+        losses = losses + coefficients.uniform * (stats[spec.weight_sum_row] * log_sum - stats[spec.weighted_sum_row])
+    if coefficients.square is not None:
+        losses = losses + coefficients.square * log_sum_exp(stats).square()
     if spec.token_scaling:
         losses = losses * torch.exp(-negative_log_prob)
     return torch.where(valid, losses, 0.0)
 
 
-def z_losses(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> Tensor:
+def z_losses(stats: Tensor, coefficients: RowCoefficients, valid: Tensor, spec: RowSpec) -> Tensor:
     """The z part `[N]` of `row_losses`."""
-    if weights.square is None:
+    if coefficients.square is None:
         return torch.zeros_like(stats[MAX])
-    losses = weights.square * log_sum_exp(stats).square()
+    losses = coefficients.square * log_sum_exp(stats).square()
     if spec.token_scaling:
         losses = losses * torch.exp(stats[TARGET] - log_sum_exp(stats))
     return torch.where(valid, losses, 0.0)

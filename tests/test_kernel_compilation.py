@@ -24,8 +24,8 @@ TYPES = {
     **dict.fromkeys(("host_factor_a", "host_factor_b"), "fp32"),
     "ignore_index": "i64",
 }
-FLOATS = ("stats", "out", "target_weight", "target_weights", "share", "loss", "factor")
-OPTIONAL = ("uniform_weight", "uniform_weights", "square_weight", "square_weights", "column_weight", "residual")
+FLOATS = ("stats", "out", "target_coef", "target_coefs", "share", "loss", "factor")
+OPTIONAL = ("uniform_coef", "uniform_coefs", "square_coef", "square_coefs", "column_weight", "residual")
 ROW_KERNELS = {
     "_row_stats_kernel": triton_rows._STATS_TILES,
     "_row_grad_kernel": triton_rows._GRAD_TILES,

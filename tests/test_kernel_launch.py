@@ -26,8 +26,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "host_factor": [1.0, 0.5, 0.0],
 }
 POINTERS = (
-    "logits", "grad", "stats", "out", "target", "target_weight", "uniform_weight", "square_weight", "column_weight",
-    "residual", "target_weights", "uniform_weights", "square_weights", "ids", "valid", "share", "loss", "all_owned",
+    "logits", "grad", "stats", "out", "target", "target_coef", "uniform_coef", "square_coef", "column_weight",
+    "residual", "target_coefs", "uniform_coefs", "square_coefs", "ids", "valid", "share", "loss", "all_owned",
     "a", "b", "factor",
 )  # fmt: skip
 KERNELS = [name for name in vars(triton_rows) if name.endswith("_kernel")]

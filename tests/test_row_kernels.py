@@ -35,7 +35,7 @@ def allowed(row: dict[str, Any]) -> bool:
 
 def _inputs(row: dict[str, Any]) -> dict[str, Any]:
     from flce_dist.buffers import logits_buffer
-    from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
+    from flce_dist.kernels.spec import RowCoefficients, RowSpec, stats_dtype
 
     generator = torch.Generator().manual_seed(row["columns"])
     rows, columns, dtype = 4, row["columns"], row["dtype"]
@@ -61,7 +61,7 @@ def _inputs(row: dict[str, Any]) -> dict[str, Any]:
         "target": torch.tensor([columns - 1, 0, -1, columns + 3]),
         "spec": spec,
         "column_weight": torch.rand(columns, generator=generator, dtype=acc) + 0.5 if row["column_weight"] else None,
-        "weights": RowWeights(
+        "coefficients": RowCoefficients(
             coefficient, coefficient * 0.1 if row["uniform"] else None, coefficient * 0.01 if row["square"] else None
         ),
     }
@@ -99,7 +99,7 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
     spec, logits = i["spec"], i["logits"].double()
     z = logits if spec.softcap is None else spec.softcap * torch.tanh(logits / spec.softcap)
     grad = torch.zeros_like(z)
-    for r, b in enumerate(i["weights"].target.double()):
+    for r, b in enumerate(i["coefficients"].target.double()):
         if b == 0:
             continue
         m, s = stats[0, r].double(), stats[1, r].double()
@@ -108,8 +108,8 @@ def _specified_grad(i: dict[str, Any], stats: Tensor) -> Tensor:
         c = torch.ones(z.shape[1], dtype=torch.float64)
         if i["column_weight"] is not None:
             c = i["column_weight"].double()
-        uniform = 0.0 if i["weights"].uniform is None else i["weights"].uniform[r].double()
-        square = 0.0 if i["weights"].square is None else i["weights"].square[r].double()
+        uniform = 0.0 if i["coefficients"].uniform is None else i["coefficients"].uniform[r].double()
+        square = 0.0 if i["coefficients"].square is None else i["coefficients"].square[r].double()
         weight_sum = stats[spec.weight_sum_row, r].double() if spec.uniform else 0.0
         a = b + uniform * weight_sum + 2 * square * (m + s.log())
         one_hot = torch.zeros(z.shape[1], dtype=torch.float64)
@@ -133,14 +133,14 @@ def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
         results[f"{name} stats"] = stats
         known = fresh.row_stats(torch_rows, _inputs(row)["logits"], i["target"], i["spec"], i["column_weight"])
         results[f"{name} given stats"] = known
-        rows.row_grad_(i["logits"], grad, i["target"], known, i["weights"], i["spec"], i["column_weight"])
+        rows.row_grad_(i["logits"], grad, i["target"], known, i["coefficients"], i["spec"], i["column_weight"])
         results[f"{name} grad"] = grad.clone()
         i = _inputs(row)  # logits that row_stats has not seen, as when they are computed again
-        rows.row_grad_(i["logits"], i["logits"], i["target"], known, i["weights"], i["spec"], i["column_weight"])
+        rows.row_grad_(i["logits"], i["logits"], i["target"], known, i["coefficients"], i["spec"], i["column_weight"])
         results[f"{name} grad alone"] = i["logits"].clone()
         i = _inputs(row)
         fused = fresh.row_stats_grad_(
-            rows, i["logits"], i["logits"], i["target"], i["weights"], i["spec"], i["column_weight"]
+            rows, i["logits"], i["logits"], i["target"], i["coefficients"], i["spec"], i["column_weight"]
         )
         results[f"{name} fused stats"], results[f"{name} fused grad"] = fused, i["logits"].clone()
     return results
@@ -215,7 +215,7 @@ def test_combined_parts_are_the_whole(cuts: list[int], special: str, interpreted
 
 def _loss_sum(_: Context, dtype: torch.dtype, num_rows: int, flags: dict[str, bool], bad: int | None) -> dict[str, Any]:
     from flce_dist.kernels import torch_rows, triton_rows
-    from flce_dist.kernels.spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights
+    from flce_dist.kernels.spec import MAX, OTHERS, OWNED, TARGET, RowCoefficients, RowSpec
 
     generator = torch.Generator().manual_seed(num_rows)
     spec = RowSpec(uniform=flags["uniform"], token_scaling=flags["token_scaling"])
@@ -231,9 +231,9 @@ def _loss_sum(_: Context, dtype: torch.dtype, num_rows: int, flags: dict[str, bo
         stats[:, bad] = 1.0
         stats[OWNED, bad] = 2.0
     column = torch.rand(3, num_rows, generator=generator, dtype=dtype)
-    weights = RowWeights(column[0], column[1] if flags["uniform"] else None, column[2] * 1e-8)
+    coefficients = RowCoefficients(column[0], column[1] if flags["uniform"] else None, column[2] * 1e-8)
     kept = stats.clone()
-    results = {name: rows.loss_sum(stats, weights, valid, spec) for name, rows in
+    results = {name: rows.loss_sum(stats, coefficients, valid, spec) for name, rows in
                (("torch", torch_rows), ("triton", triton_rows))}  # fmt: skip
     torch.testing.assert_close(stats, kept, rtol=0, atol=0, equal_nan=True)
     return results
@@ -321,15 +321,15 @@ def _widths(_: Context, columns: int) -> list[Tensor]:
     """float32 logits whose gradient is written in place as 16-bit numbers."""
     from flce_dist.buffers import logits_buffer
     from flce_dist.kernels import torch_rows
-    from flce_dist.kernels.spec import RowSpec, RowWeights
+    from flce_dist.kernels.spec import RowCoefficients, RowSpec
 
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         logits = logits_buffer(6, columns, torch.float32, torch.device("cpu"))
         logits.copy_(torch.randn(6, columns, generator=torch.Generator().manual_seed(1)) * 3)
         grad = logits if dtype == torch.float32 else logits.view(dtype)[:, :columns]
-        weights = RowWeights(torch.ones(6), None, None)
-        fresh.row_stats_grad_(torch_rows, logits, grad, torch.arange(6) % columns, weights, RowSpec())
+        coefficients = RowCoefficients(torch.ones(6), None, None)
+        fresh.row_stats_grad_(torch_rows, logits, grad, torch.arange(6) % columns, coefficients, RowSpec())
         results.append(grad.float())
     return results
 
@@ -344,12 +344,12 @@ def _residuals(_: Context, columns: int, smoothing: bool) -> list[Tensor]:
     """Of each way to a narrow gradient: its sum of roundings, and what that should be."""
     from flce_dist.buffers import logits_buffer
     from flce_dist.kernels import torch_rows, triton_rows
-    from flce_dist.kernels.spec import RowSpec, RowWeights
+    from flce_dist.kernels.spec import RowCoefficients, RowSpec
 
     spec = RowSpec(uniform=smoothing)
     target = torch.tensor([columns - 1, 0, -1, columns + 3])
     coefficient = torch.tensor([0.25, 0.0, 0.5, 1.0])
-    weights = RowWeights(coefficient, coefficient * 0.1 if smoothing else None, None)
+    coefficients = RowCoefficients(coefficient, coefficient * 0.1 if smoothing else None, None)
 
     def make() -> Tensor:
         logits = logits_buffer(4, columns, torch.float32, torch.device("cpu"))
@@ -357,7 +357,7 @@ def _residuals(_: Context, columns: int, smoothing: bool) -> list[Tensor]:
         return logits.copy_(torch.randn(4, columns, generator=torch.Generator().manual_seed(columns)) * 3)
 
     exact = make()
-    stats = fresh.row_stats_grad_(torch_rows, exact, exact, target, weights, spec)
+    stats = fresh.row_stats_grad_(torch_rows, exact, exact, target, coefficients, spec)
     results = []
     for rows in (torch_rows, triton_rows):
         for way in ("grad alone", "stats first", "fused"):
@@ -365,11 +365,11 @@ def _residuals(_: Context, columns: int, smoothing: bool) -> list[Tensor]:
             grad = logits.view(torch.float16)[:, :columns]
             residual = torch.full((4,), torch.nan)
             if way == "fused":
-                fresh.row_stats_grad_(rows, logits, grad, target, weights, spec, None, residual)
+                fresh.row_stats_grad_(rows, logits, grad, target, coefficients, spec, None, residual)
             else:
                 if way == "stats first":
                     rows.row_stats(logits, target, stats.clone(), spec)
-                rows.row_grad_(logits, grad, target, stats, weights, spec, None, residual)
+                rows.row_grad_(logits, grad, target, stats, coefficients, spec, None, residual)
             results.append(torch.stack([residual, (grad.double() - exact.double()).sum(1).float()]))
     return results
 

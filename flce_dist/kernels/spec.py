@@ -6,10 +6,10 @@ Both implementations (`torch_rows`, the specification and the CPU path, and `tri
 
     row_stats(logits[C, L], target[C], stats[K, C], spec, column_weight, first_column)
     combine(gathered[W, K, C], stats[K, C], spec)
-    row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], weights, spec, column_weight, residual[C])
-    row_stats_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
+    row_grad_(logits[C, L], grad[C, L], target[C], stats[K, C], coefficients, spec, column_weight, residual[C])
+    row_stats_grad_(logits, grad, target, stats, coefficients, spec, column_weight, residual)
     token_shares(ids[N], ignore_index, mean, dtype) -> (valid[N] bool, share[N])
-    loss_sum(stats[K, N], weights, valid[N], spec) -> (loss [], owned [] bool)
+    loss_sum(stats[K, N], coefficients, valid[N], spec) -> (loss [], owned [] bool)
     scale_(gradients, factor [])
 
 `row_stats`, `combine` and `row_stats_grad_` write `stats`, which may be columns of a wider tensor; the latter is
@@ -95,7 +95,7 @@ class RowSpec:
         return OWNED + 1 + sum(row >= 0 for row in self.stat_rows.values())
 
 
-class RowWeights(NamedTuple):
+class RowCoefficients(NamedTuple):
     """Per-row coefficients `[C]`, or `[N]`, in the dtype of the statistics:
 
         loss = target * (lse - z_y) + uniform * sum_j c_j (lse - z_j) + square * lse^2
@@ -109,15 +109,15 @@ class RowWeights(NamedTuple):
     uniform: Tensor | None
     square: Tensor | None
 
-    def slice(self, start: int, stop: int) -> RowWeights:
+    def slice(self, start: int, stop: int) -> RowCoefficients:
         return self._each(lambda w: span(w, start, stop))
 
-    def scaled(self, factor: Tensor | float) -> RowWeights:
+    def scaled(self, factor: Tensor | float) -> RowCoefficients:
         return self if isinstance(factor, float) and factor == 1.0 else self._each(lambda w: w * factor)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RowWeights:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RowCoefficients:
         uniform = None if self.uniform is None else change(self.uniform)
-        return RowWeights(change(self.target), uniform, None if self.square is None else change(self.square))
+        return RowCoefficients(change(self.target), uniform, None if self.square is None else change(self.square))
 
 
 def stats_dtype(logits_dtype: torch.dtype) -> torch.dtype:

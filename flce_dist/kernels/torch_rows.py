@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import row_math
-from .spec import MAX, OTHERS, OWNED, TARGET, RowSpec, RowWeights, stats_dtype
+from .spec import MAX, OTHERS, OWNED, TARGET, RowCoefficients, RowSpec, stats_dtype
 
 _BLOCK_ELEMENTS = 2**18
 
@@ -55,14 +55,16 @@ def row_grad_(
     grad: Tensor,
     target: Tensor,
     stats: Tensor,
-    weights: RowWeights,
+    coefficients: RowCoefficients,
     spec: RowSpec,
     column_weight: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
     for rows in _row_blocks(logits):
         z = _capped(logits[rows], spec)
-        wide = _block_grad(z, stats[:, rows], target[rows], weights.slice(rows.start, rows.stop), spec, column_weight)
+        wide = _block_grad(
+            z, stats[:, rows], target[rows], coefficients.slice(rows.start, rows.stop), spec, column_weight
+        )
         grad[rows] = wide
         if residual is not None:
             residual[rows] = (grad[rows] - wide).sum(1)
@@ -73,13 +75,13 @@ def row_stats_grad_(
     grad: Tensor,
     target: Tensor,
     stats: Tensor,
-    weights: RowWeights,
+    coefficients: RowCoefficients,
     spec: RowSpec,
     column_weight: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
     row_stats(logits, target, stats, spec, column_weight)
-    row_grad_(logits, grad, target, stats, weights, spec, column_weight, residual)
+    row_grad_(logits, grad, target, stats, coefficients, spec, column_weight, residual)
 
 
 def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -88,8 +90,8 @@ def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype)
     return valid, share / share.sum().clamp(min=1) if mean else share
 
 
-def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
-    return row_math.row_losses(stats, weights, valid, spec).sum(), ~row_math.badly_owned(stats, valid).any()
+def loss_sum(stats: Tensor, coefficients: RowCoefficients, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
+    return row_math.row_losses(stats, coefficients, valid, spec).sum(), ~row_math.badly_owned(stats, valid).any()
 
 
 def scale_(gradients: Sequence[tuple[Tensor, float]], factor: Tensor) -> None:
@@ -143,28 +145,28 @@ def _block_stats(z: Tensor, target: Tensor, spec: RowSpec, column_weight: Tensor
 
 
 def _block_grad(
-    z: Tensor, stats: Tensor, target: Tensor, weights: RowWeights, spec: RowSpec, column_weight: Tensor | None
+    z: Tensor, stats: Tensor, target: Tensor, coefficients: RowCoefficients, spec: RowSpec, column_weight: Tensor | None
 ) -> Tensor:
     num_columns = z.shape[1]
-    prob_weight, target_weight, uniform = weights.target, weights.target, weights.uniform
-    active = weights.target != 0
+    prob_weight, target_coef, uniform = coefficients.target, coefficients.target, coefficients.uniform
+    active = coefficients.target != 0
     if uniform is not None:
         active = active | (uniform != 0)
         prob_weight = prob_weight + uniform * stats[spec.weight_sum_row]
-    if weights.square is not None:
-        active = active | (weights.square != 0)
-        prob_weight = prob_weight + 2.0 * weights.square * row_math.log_sum_exp(stats)
+    if coefficients.square is not None:
+        active = active | (coefficients.square != 0)
+        prob_weight = prob_weight + 2.0 * coefficients.square * row_math.log_sum_exp(stats)
     at_target = row_math.target_exp(stats)
     total = stats[OTHERS] + at_target
     if spec.token_scaling:
         target_prob = at_target / total
-        prob_weight, target_weight = prob_weight * target_prob, target_weight * target_prob
+        prob_weight, target_coef = prob_weight * target_prob, target_coef * target_prob
         uniform = None if uniform is None else uniform * target_prob
     grad = (z - stats[MAX][:, None]).exp_().mul_((prob_weight / total)[:, None])
     owned = _owned(target, num_columns)
     if num_columns:
         # A p - B with p = 1 - others / total, so that no digit of a small 1 - p is lost.
-        of_target = ((prob_weight - target_weight) * at_target - target_weight * stats[OTHERS]) / total
+        of_target = ((prob_weight - target_coef) * at_target - target_coef * stats[OTHERS]) / total
         column = torch.where(owned, target, 0)[:, None]
         grad.scatter_(1, column, torch.where(owned[:, None], of_target[:, None], grad.gather(1, column)))
     if uniform is not None:

@@ -166,27 +166,27 @@ def scan_row(
 
 @triton.jit
 def grad_row(
-    row, grad, target, m, others, at_target, owned, weight_sum, target_weight, uniform_weights, square_weights, i,
+    row, grad, target, m, others, at_target, owned, weight_sum, target_coef, uniform_coefs, square_coefs, i,
     column_weight, residual, num_columns, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of row `i`; `uniform_weights` and `square_weights` point to all rows' coefficients, or are
+    """Writes the gradient of row `i`; `uniform_coefs` and `square_coefs` point to all rows' coefficients, or are
     None, and so does `residual` to the sums of what rounding added."""
     ACC: tl.constexpr = others.dtype
-    MARKED: tl.constexpr = SOFTCAP is None and uniform_weights is None
+    MARKED: tl.constexpr = SOFTCAP is None and uniform_coefs is None
     target_exp = exp_of_target(m, at_target, owned)
     s = others + target_exp
-    b = target_weight
+    b = target_coef
     a = b
     active = b != 0.0
-    if uniform_weights is not None:
-        uniform_weight = tl.load(uniform_weights + i)
-        active = active | (uniform_weight != 0.0)
-        a += uniform_weight * weight_sum
-    if square_weights is not None:
-        square_weight = tl.load(square_weights + i)
-        active = active | (square_weight != 0.0)
-        a += 2.0 * square_weight * (m + log1p(others + (target_exp - 1.0)))
+    if uniform_coefs is not None:
+        uniform_coef = tl.load(uniform_coefs + i)
+        active = active | (uniform_coef != 0.0)
+        a += uniform_coef * weight_sum
+    if square_coefs is not None:
+        square_coef = tl.load(square_coefs + i)
+        active = active | (square_coef != 0.0)
+        a += 2.0 * square_coef * (m + log1p(others + (target_exp - 1.0)))
     if TOKEN_SCALING:
         target_prob = target_exp / s
         a *= target_prob
@@ -209,8 +209,8 @@ def grad_row(
             g = a * tl.exp(z - m)
             if not MARKED:
                 g = tl.where(columns == target, of_target, g)
-            if uniform_weights is not None:
-                u = uniform_weight
+            if uniform_coefs is not None:
+                u = uniform_coef
                 if TOKEN_SCALING:
                     u *= target_prob
                 if column_weight is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import torch_rows
 from .launch import launch
-from .spec import RowSpec, RowWeights
+from .spec import RowCoefficients, RowSpec
 from .triton_primitives import (
     MAX_ROW,
     OTHERS_ROW,
@@ -32,7 +32,15 @@ from .triton_primitives import (
 )
 
 _PER_CALL = ["stats_stride", "num_columns", "first_column"]
-_UNALIGNED = ["stats", "target", "target_weight", "uniform_weight", "square_weight", "column_weight", "residual"]
+_UNALIGNED = [
+    "stats",
+    "target",
+    "target_coef",
+    "uniform_coef",
+    "square_coef",
+    "column_weight",
+    "residual",
+]
 
 
 @triton.jit(do_not_specialize=_PER_CALL, do_not_specialize_on_alignment=_UNALIGNED)
@@ -50,8 +58,8 @@ def _row_stats_kernel(
 
 @triton.jit(do_not_specialize=_PER_CALL, do_not_specialize_on_alignment=_UNALIGNED)
 def _row_grad_kernel(
-    logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_weight, uniform_weight,
-    square_weight, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHT: tl.constexpr,
+    logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_coef, uniform_coef,
+    square_coef, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHT: tl.constexpr,
     TOKEN_SCALING: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
@@ -63,15 +71,15 @@ def _row_grad_kernel(
         logits + i * logits_stride, grad + i * grad_stride, load_column(target + i, num_columns),
         tl.load(stats + MAX_ROW * stats_stride), tl.load(stats + OTHERS_ROW * stats_stride),
         tl.load(stats + TARGET_ROW * stats_stride), tl.load(stats + OWNED_ROW * stats_stride), weight_sum,
-        tl.load(target_weight + i), uniform_weight, square_weight, i, column_weight, residual, num_columns,
+        tl.load(target_coef + i), uniform_coef, square_coef, i, column_weight, residual, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PER_CALL, do_not_specialize_on_alignment=_UNALIGNED)
 def _row_stats_grad_kernel(
-    logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_weight, uniform_weight,
-    square_weight, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr,
+    logits, logits_stride, grad, grad_stride, stats, stats_stride, target, target_coef, uniform_coef,
+    square_coef, column_weight, residual, num_columns, SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr,
     WEIGHT: tl.constexpr, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +93,8 @@ def _row_stats_grad_kernel(
     # Every thread has read the target's logit above; where the row has no marks, it is overwritten below.
     tl.debug_barrier()
     grad_row(
-        row, grad + i * grad_stride, t, m, others, at_target, owned, weight_sum, tl.load(target_weight + i),
-        uniform_weight, square_weight, i, column_weight, residual, num_columns,
+        row, grad + i * grad_stride, t, m, others, at_target, owned, weight_sum, tl.load(target_coef + i),
+        uniform_coef, square_coef, i, column_weight, residual, num_columns,
         SOFTCAP, TOKEN_SCALING, IN_PLACE, BLOCK,
     )  # fmt: skip
 
@@ -163,7 +171,7 @@ def _token_shares_kernel(ids, ignore_index, valid, share, num_rows, MEAN: tl.con
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _loss_sum_kernel(
-    stats, target_weights, uniform_weights, square_weights, valid, loss, all_owned, num_rows, WEIGHTED: tl.constexpr,
+    stats, target_coefs, uniform_coefs, square_coefs, valid, loss, all_owned, num_rows, WEIGHTED: tl.constexpr,
     WEIGHT: tl.constexpr, TOKEN_SCALING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`row_math.row_losses`, summed by one program: N numbers are few, and so the order of the sum is fixed."""
@@ -180,13 +188,13 @@ def _loss_sum_kernel(
         owned = tl.load(row + OWNED_ROW * num_rows, mask=mask, other=1.0)
         log_sum = log1p(others + (exp_of_target(m, at_target, owned) - 1.0))
         negative_log_prob = (m - at_target) + log_sum
-        value = tl.load(target_weights + i, mask=mask, other=0.0) * negative_log_prob
-        if uniform_weights is not None:
+        value = tl.load(target_coefs + i, mask=mask, other=0.0) * negative_log_prob
+        if uniform_coefs is not None:
             weight_sum = tl.load(row + WEIGHT * num_rows, mask=mask, other=0.0)
             weighted_sum = tl.load(row + WEIGHTED * num_rows, mask=mask, other=0.0)
-            value += tl.load(uniform_weights + i, mask=mask, other=0.0) * (weight_sum * log_sum - weighted_sum)
-        if square_weights is not None:
-            value += tl.load(square_weights + i, mask=mask, other=0.0) * (m + log_sum) * (m + log_sum)
+            value += tl.load(uniform_coefs + i, mask=mask, other=0.0) * (weight_sum * log_sum - weighted_sum)
+        if square_coefs is not None:
+            value += tl.load(square_coefs + i, mask=mask, other=0.0) * (m + log_sum) * (m + log_sum)
         if TOKEN_SCALING:
             value *= tl.exp(-negative_log_prob)
         is_valid = tl.load(valid + i, mask=mask, other=False)
@@ -259,7 +267,7 @@ def row_grad_(
     grad: Tensor,
     target: Tensor,
     stats: Tensor,
-    weights: RowWeights,
+    coefficients: RowCoefficients,
     spec: RowSpec,
     column_weight: Tensor | None = None,
     residual: Tensor | None = None,
@@ -267,7 +275,7 @@ def row_grad_(
     num_rows, num_columns = logits.shape
     launch(
         _row_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0), target,
-        *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row,
+        *coefficients, column_weight, residual, num_columns, SOFTCAP=spec.softcap, WEIGHT=spec.weight_sum_row,
         TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
         **_launch_settings(_GRAD_TILES, num_columns),
     )  # fmt: skip
@@ -278,7 +286,7 @@ def row_stats_grad_(
     grad: Tensor,
     target: Tensor,
     stats: Tensor,
-    weights: RowWeights,
+    coefficients: RowCoefficients,
     spec: RowSpec,
     column_weight: Tensor | None = None,
     residual: Tensor | None = None,
@@ -286,7 +294,7 @@ def row_stats_grad_(
     num_rows, num_columns = logits.shape
     launch(
         _row_stats_grad_kernel, num_rows, logits, logits.stride(0), grad, grad.stride(0), stats, stats.stride(0),
-        target, *weights, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **spec.stat_rows,
+        target, *coefficients, column_weight, residual, num_columns, SOFTCAP=spec.softcap, **spec.stat_rows,
         TOKEN_SCALING=spec.token_scaling, IN_PLACE=grad.dtype == logits.dtype,
         **_launch_settings(_STATS_GRAD_TILES, num_columns),
     )  # fmt: skip
@@ -302,11 +310,11 @@ def token_shares(ids: Tensor, ignore_index: int, mean: bool, dtype: torch.dtype)
     return valid, share
 
 
-def loss_sum(stats: Tensor, weights: RowWeights, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
+def loss_sum(stats: Tensor, coefficients: RowCoefficients, valid: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
     loss = stats.new_empty(())
     all_owned = torch.empty((), dtype=torch.bool, device=stats.device)
     launch(
-        _loss_sum_kernel, 1, stats, *weights, valid, loss, all_owned, stats.shape[1],
+        _loss_sum_kernel, 1, stats, *coefficients, valid, loss, all_owned, stats.shape[1],
         WEIGHTED=spec.weighted_sum_row, WEIGHT=spec.weight_sum_row, TOKEN_SCALING=spec.token_scaling,
         BLOCK=1024, num_warps=8,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from flce_dist import VocabShard, collectives
 from flce_dist.backend import row_kernels
 from flce_dist.buffers import logits_buffer
 from flce_dist.gemm import WeightGradient, hidden_grad_into, logits_into
-from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
+from flce_dist.kernels.spec import RowCoefficients, RowSpec, stats_dtype
 
 from . import floor, measure, methods, workload
 from .costs import LocalWork
@@ -49,7 +49,7 @@ class Chunk:
         self._logits = logits_buffer(rows, columns, dtype, device)
         self._local = torch.empty(SPEC.num_stats, rows, device=device, dtype=stats_dtype(dtype))
         self._stats = torch.empty_like(self._local)
-        self._weights = RowWeights(self._local.new_full((rows,), 1 / rows), None, None)
+        self._coefficients = RowCoefficients(self._local.new_full((rows,), 1 / rows), None, None)
         self._hidden_grad = torch.empty_like(self._x)
         wide = dtype in (torch.bfloat16, torch.float16) and self._sharded
         self._part = self._x.new_empty(self._x.shape, dtype=torch.float32) if wide else self._hidden_grad
@@ -68,7 +68,7 @@ class Chunk:
             marks.mark("")
             kernels.combine(gathered, stats, SPEC)
             marks.mark("combine")
-            kernels.row_grad_(logits, logits, self._target, stats, self._weights, SPEC)
+            kernels.row_grad_(logits, logits, self._target, stats, self._coefficients, SPEC)
             marks.mark("row_grad")
         else:
             self._one_rank(marks)
@@ -90,7 +90,7 @@ class Chunk:
             self._one_rank(marks)
 
     def _one_rank(self, marks: measure.Marks) -> None:
-        self._kernels.row_stats_grad_(self._logits, self._logits, self._target, self._stats, self._weights, SPEC)
+        self._kernels.row_stats_grad_(self._logits, self._logits, self._target, self._stats, self._coefficients, SPEC)
         marks.mark("row_stats_grad")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce_dist.buffers import logits_buffer, row_stride
 from flce_dist.kernels import torch_rows
-from flce_dist.kernels.spec import MAX, OTHERS, OWNED, RowSpec, RowWeights, stats_dtype
+from flce_dist.kernels.spec import MAX, OTHERS, OWNED, RowCoefficients, RowSpec, stats_dtype
 from tests.kit import rows as fresh
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-21, torch.bfloat16: 2.
 class Rows:
     logits: Tensor
     target: Tensor
-    weights: RowWeights
+    coefficients: RowCoefficients
     column_weight: Tensor | None
 
 
@@ -62,11 +62,11 @@ def make_rows(columns: int, dtype: torch.dtype, spec: RowSpec, device: torch.dev
     def row_weight() -> Tensor:
         return (randn(ROWS).abs() + 0.1).to(acc) * active
 
-    weights = RowWeights(
+    coefficients = RowCoefficients(
         row_weight(), row_weight() / columns if spec.uniform else None, row_weight() if spec == ALL else None
     )
     column_weight = randn(columns).abs().to(acc) if spec == ALL else None
-    return Rows(logits, target, weights, column_weight)
+    return Rows(logits, target, coefficients, column_weight)
 
 
 def wide(rows: Rows) -> Rows:
@@ -74,9 +74,9 @@ def wide(rows: Rows) -> Rows:
     num_rows, num_columns = rows.logits.shape
     logits = logits_buffer(num_rows, num_columns, torch.float64, rows.logits.device)
     logits.copy_(rows.logits)
-    weights = RowWeights(*(None if w is None else w.double() for w in rows.weights))
+    coefficients = RowCoefficients(*(None if w is None else w.double() for w in rows.coefficients))
     column_weight = None if rows.column_weight is None else rows.column_weight.double()
-    return Rows(logits, rows.target, weights, column_weight)
+    return Rows(logits, rows.target, coefficients, column_weight)
 
 
 def assert_stats(actual: Tensor, expected: Tensor, spec: RowSpec, columns: int) -> None:
@@ -108,9 +108,9 @@ def assert_argmax(stats: Tensor, rows: Rows, spec: RowSpec, first_column: int) -
         assert (near <= 1e-5 * spec.softcap).all()
 
 
-def assert_grad(actual: Tensor, expected: Tensor, weights: RowWeights, dtype: torch.dtype) -> None:
+def assert_grad(actual: Tensor, expected: Tensor, coefficients: RowCoefficients, dtype: torch.dtype) -> None:
     """Each element is right up to one rounding of its own and a little of the row's coefficient."""
-    size = sum(w.double() for w in weights if w is not None)
+    size = sum(w.double() for w in coefficients if w is not None)
     bound = ROUNDING[actual.dtype] * expected.abs() + 2e-6 * size[:, None] * (1e-6 if dtype == torch.float64 else 1.0)
     # float16 has subnormals only down to 6e-8.
     bound = bound + (6e-8 if actual.dtype == torch.float16 else 0.0)
@@ -138,18 +138,18 @@ def test_statistics_and_gradient(device: torch.device, dtype: torch.dtype, name:
             assert_argmax(stats, rows, spec, first)
 
         torch_rows.row_grad_(
-            reference.logits, reference.logits, rows.target, expected, reference.weights, spec,
+            reference.logits, reference.logits, rows.target, expected, reference.coefficients, spec,
             reference.column_weight,
         )  # fmt: skip
         # After row_stats, which may have changed the logits, and on logits that it has not seen.
         for logits in (rows.logits, alone.logits):
-            triton_rows.row_grad_(logits, logits, rows.target, stats, rows.weights, spec, rows.column_weight)
-            assert_grad(logits, reference.logits, rows.weights, dtype)
+            triton_rows.row_grad_(logits, logits, rows.target, stats, rows.coefficients, spec, rows.column_weight)
+            assert_grad(logits, reference.logits, rows.coefficients, dtype)
         fused = fresh.row_stats_grad_(
-            triton_rows, together.logits, together.logits, rows.target, rows.weights, spec, rows.column_weight
+            triton_rows, together.logits, together.logits, rows.target, rows.coefficients, spec, rows.column_weight
         )
         assert_stats(fused, expected, spec, columns)
-        assert_grad(together.logits, reference.logits, rows.weights, dtype)
+        assert_grad(together.logits, reference.logits, rows.coefficients, dtype)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
@@ -162,7 +162,7 @@ def test_float32_logits_are_overwritten_by_a_16_bit_gradient(device: torch.devic
         rows = make_rows(columns, torch.float32, spec, device)
         reference = wide(rows)
         expected = fresh.row_stats_grad_(
-            torch_rows, reference.logits, reference.logits, rows.target, reference.weights, spec
+            torch_rows, reference.logits, reference.logits, rows.target, reference.coefficients, spec
         )
         first = None
         for _ in range(10):
@@ -171,10 +171,10 @@ def test_float32_logits_are_overwritten_by_a_16_bit_gradient(device: torch.devic
                 grad = logits.view(narrow)[:, :columns]
                 if split:
                     stats = fresh.row_stats(triton_rows, logits, rows.target, spec)
-                    triton_rows.row_grad_(logits, grad, rows.target, stats, rows.weights, spec)
+                    triton_rows.row_grad_(logits, grad, rows.target, stats, rows.coefficients, spec)
                 else:
-                    fresh.row_stats_grad_(triton_rows, logits, grad, rows.target, rows.weights, spec)
-                assert_grad(grad, reference.logits, rows.weights, torch.float32)
+                    fresh.row_stats_grad_(triton_rows, logits, grad, rows.target, rows.coefficients, spec)
+                assert_grad(grad, reference.logits, rows.coefficients, torch.float32)
                 first = grad.clone() if first is None else first
                 if not split:
                     assert torch.equal(grad, first), "the same rows gave other bits"
@@ -201,8 +201,8 @@ def test_rows_of_minus_infinity_and_nan(device: torch.device, dtype: torch.dtype
         assert stats[MAX, 3].item() == float("-inf")
         assert stats[OTHERS, 3].item() == 0.0
         assert stats[OTHERS, 0].item() == 0.0, "the only column is the target"
-        assert rows.weights.target[3].item() == rows.weights.target[8].item() == 0.0
-        triton_rows.row_grad_(rows.logits, rows.logits, rows.target, stats, rows.weights, RowSpec())
+        assert rows.coefficients.target[3].item() == rows.coefficients.target[8].item() == 0.0
+        triton_rows.row_grad_(rows.logits, rows.logits, rows.target, stats, rows.coefficients, RowSpec())
         assert torch.count_nonzero(rows.logits[3]) == 0
         assert torch.count_nonzero(rows.logits[8]) == 0
         assert torch.count_nonzero(rows.logits[0]) == 0, "one column with all the probability, and it is the target"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.kernels.spec import RowSpec, RowWeights, stats_dtype
+from flce_dist.kernels.spec import RowCoefficients, RowSpec, stats_dtype
 
 
 def new_stats(spec: RowSpec, logits: Tensor) -> Tensor:
@@ -30,8 +30,14 @@ def combine(rows: ModuleType, gathered: Tensor, spec: RowSpec) -> Tensor:
 
 
 def row_stats_grad_(
-    rows: ModuleType, logits: Tensor, grad: Tensor, target: Tensor, weights: RowWeights, spec: RowSpec, *others: Any
+    rows: ModuleType,
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    coefficients: RowCoefficients,
+    spec: RowSpec,
+    *others: Any,
 ) -> Tensor:
     stats = new_stats(spec, logits)
-    rows.row_stats_grad_(logits, grad, target, stats, weights, spec, *others)
+    rows.row_stats_grad_(logits, grad, target, stats, coefficients, spec, *others)
     return stats
