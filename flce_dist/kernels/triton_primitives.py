@@ -173,6 +173,8 @@ def grad_row(
     """Writes the gradient of row `i`; `uniform_coefs` and `square_coefs` point to all rows' coefficients, or are
     None, and so does `residual` to the sums of what rounding added."""
     ACC: tl.constexpr = others.dtype
+    # No comparisons in the pass, whether `scan_row` has marked the row or not (arg-max, or logits made again): the
+    # target's column is written once more at the end, and what lies behind the columns is read by nobody.
     MARKED: tl.constexpr = SOFTCAP is None and uniform_coefs is None
     target_exp = exp_of_target(m, at_target, owned)
     s = others + target_exp
