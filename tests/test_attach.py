@@ -116,7 +116,7 @@ class _Renamed(nn.Linear):
 
 
 def test_a_linear_layer_whose_class_computes_more_is_refused(workers: Pool) -> None:
-    with pytest.raises(TypeError, match="_Scaled, an nn.Linear with a forward of its own"):
+    with pytest.raises(TypeError, match=r"_Scaled, an nn\.Linear with a forward of its own"):
         attach_loss(_Scaled(H, V))
     attach_loss(_Renamed(H, V))
     workers.run(2, _frameworks_layer)
