@@ -12,6 +12,7 @@ complete in its replica and only averaged over the R replicas.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -182,14 +183,14 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
                 "the head"
             )
     vocab_size, hidden_size = linear.weight.shape
-    former: Any = getattr(linear, "_options", {})
     head = NeverGatheredHead(
-        hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype,
-        **(former | options),
+        hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options
     )  # fmt: skip
+    if isinstance(linear, VocabParallelHead):
+        head.options = dataclasses.replace(linear.options, **options)
+        head.raw_logits = linear.raw_logits
     head.weight = head._from_full(linear.weight)
     head.bias = None if linear.bias is None else head._from_full(linear.bias)
-    head.raw_logits = getattr(linear, "raw_logits", False)
     head.train(linear.training)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, head)
