@@ -222,8 +222,10 @@ def _refused(ctx: Context, folder: str) -> None:
             attach_to_trainer(trainer_of(Run(2, arguments={"label_smoothing_factor": 0.1}), folder))
         with pytest.raises(ValueError, match=r"flce_dist\.vocab_parallel: .*stage 3, got 2"):
             attach_to_trainer(trainer_of(Run(2, DATA), folder))
-        with pytest.raises(ValueError, match=r"describes the loss in its section .*attach_to_trainer\(trainer\)"):
-            apply_to_trainer(trainer_of(Run(2), folder))
+        alias = Run(2, None, config={"loss": {"type": "flce_dist", "z_loss": 0.1}})
+        for run, name in ((Run(2), "flce_dist"), (alias, "loss")):
+            with pytest.raises(ValueError, match=rf'the loss in its section "{name}", .*attach_to_trainer\(trainer\)'):
+                apply_to_trainer(trainer_of(run, folder))
         with pytest.warns(SectionWarning, match="no section"):
             attach_to_trainer(trainer_of(Run(2, None), folder))
 

@@ -36,16 +36,21 @@ def apply_to_trainer(
 
     Raises:
         TypeError: a group is given.
-        ValueError: a setting needs logits, or gives the loss to someone else, or a DeepSpeed configuration describes
-            another; the message says what to do.
+        ValueError: a setting needs logits, or gives the loss to someone else, or a DeepSpeed configuration has a
+            section of this package, in either spelling; the message says what to do.
     """
+    from ..deepspeed.section import read_section  # imports no DeepSpeed
+
     if "group" in options:
         raise TypeError("apply_to_trainer takes no group: a Trainer gives each rank tokens of its own")
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if plugin is not None and "flce_dist" in plugin.deepspeed_config:
+    section = None if plugin is None else read_section(plugin.deepspeed_config)
+    if section is not None:
+        # Not delegated: there is no handle before train() has made the engine.
         raise ValueError(
-            'the DeepSpeed configuration describes the loss in its section "flce_dist", which this would ignore: call '
-            "attach_to_trainer(trainer) of flce_dist.integrations.deepspeed instead, or take the section out"
+            f'the DeepSpeed configuration describes the loss in its section "{section.where}", which this would '
+            "ignore: call attach_to_trainer(trainer) of flce_dist.integrations.deepspeed instead, or take the section "
+            "out"
         )
     return apply_checked(trainer, aux, eval_logits, options)
 
