@@ -103,8 +103,7 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
 def _rows_of_this_rank(head: nn.Module, group: dist.ProcessGroup) -> Layout:
     weight: Any = head.weight
     rows = getattr(weight, "ds_shape", weight.shape)[0]
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, rows, group=group)
+    counts = collectives.all_gather_object(rows, group)
     rank = dist.get_rank(group)
     start = sum(counts[:rank])
     mark_tensor_parallel(head)
