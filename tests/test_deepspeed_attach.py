@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
 from flce_dist.attach import detach_loss
-from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head
+from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head_by_section
 from tests.kit.engines import (
     LR,
     ROWS,
@@ -147,7 +147,7 @@ def _data_after_the_engine(ctx: Context) -> None:
         model, cell = make_model(Cell(3)), Cell(3, section=DATA)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=cell.config())
-        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*shard_head\(model, config\)"):
+        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*shard_head_by_section\(model, config\)"):
             attach(engine)
         engine.destroy()
         with deepspeed.zero.Init(config_dict_or_path=cell.config()):
@@ -313,18 +313,18 @@ def test_a_rank_holds_its_rows_and_their_state(world: int, engine_workers: Engin
     engine_workers(world).run(world, _shards)
 
 
-def _shard_head_only_when_asked(ctx: Context) -> None:
+def _shard_only_when_asked(ctx: Context) -> None:
     with deepspeed_ready(ctx):
         model = TinyModel(37)
         parameter = model.lm_head.weight
-        shard_head(model, {})
-        shard_head(model, {"flce_dist": {}})
+        shard_head_by_section(model, {})
+        shard_head_by_section(model, {"flce_dist": {}})
         assert model.lm_head.weight.shape == (37, H)
         for _ in range(2):  # once is enough
-            shard_head(model, Cell(3, section=DATA).config())
+            shard_head_by_section(model, Cell(3, section=DATA).config())
             assert model.lm_head.weight.shape == (19, H)
             assert model.lm_head.weight is parameter
 
 
-def test_shard_head(engine_workers: Engines) -> None:
-    engine_workers(2).run(2, _shard_head_only_when_asked)
+def test_the_head_is_sharded_only_when_the_section_says_so(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _shard_only_when_asked)

@@ -25,7 +25,7 @@ from flce_dist.integrations.deepspeed import (
     attach_to_accelerator,
     attach_to_trainer,
     full_head,
-    shard_head,
+    shard_head_by_section,
 )
 from flce_dist.integrations.transformers import apply_to_trainer
 from tests.kit.causal_lm import tiny
@@ -279,7 +279,7 @@ def _accelerate(ctx: Context, run: Run) -> list[float]:
         if run.section is not None:
             attach_to_accelerator(accelerator)
         model = tiny(num_key_value_heads=4)
-        shard_head(model, config)  # does nothing unless the section says so
+        shard_head_by_section(model, config)  # does nothing unless the section says so
         optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
         data = examples(4) * 6
         for example in data:

@@ -7,7 +7,7 @@ keys and what each setting does. DeepSpeed itself is imported with the first cal
 
 from .checkpoints import full_head
 from .engine import attach, initialize, step_normalizer
-from .heads import shard_head
+from .heads import shard_head_by_section
 from .section import Section, SectionWarning, json_schema, read_section
 from .trainer import attach_to_accelerator, attach_to_trainer
 
@@ -21,6 +21,6 @@ __all__ = [
     "initialize",
     "json_schema",
     "read_section",
-    "shard_head",
+    "shard_head_by_section",
     "step_normalizer",
 ]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
 from .checkpoints import export_whole_head, load_own_rows, load_without_optimizer_states
-from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
+from .heads import find_head, layout_of, mark_tensor_parallel, shard_head_by_section
 from .section import Section, SectionWarning, load_config, number, read_section, section_or_warning
 
 _SECTION = "_flce_section"
@@ -52,7 +52,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
                 dist_init_required=call.get("dist_init_required"),
                 **({"distributed_port": call["distributed_port"]} if "distributed_port" in call else {}),
             )
-            shard_head(model, config)
+            shard_head_by_section(model, config)
     results = deepspeed.initialize(*args, **kwargs)
     attach(results[0])
     return results
@@ -88,7 +88,7 @@ def attach(engine: Any) -> nn.Module | None:
     arguments = {
         "vocab_shard": layout.vocab_shard,
         "hidden_layout": layout.hidden_layout,
-        "hidden_grad_scale": 1.0,  # shard_head scales the gradients of hidden states and weight alike
+        "hidden_grad_scale": 1.0,  # shard_head_by_section scales the gradients of hidden states and weight alike
         **section.options,
     }
     if section.head is None and _is_causal_lm(model):
@@ -238,5 +238,6 @@ def _check_data_parallel(section: Section, head: nn.Module, call: Mapping[str, A
     if hasattr(head.weight, "ds_id") and call.get(holds) is not None:
         raise ValueError(
             f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, and {holds} holds the '
-            "old one: call shard_head before making it, or leave it out and describe the optimizer in the configuration"
+            "old one: call shard_head_by_section before making it, or leave it out and describe the optimizer in the "
+            "configuration"
         )

@@ -69,8 +69,8 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
     if wanted == "data":
         if data is None:
             raise ValueError(
-                f'{where}: "data" shards the head before deepspeed.initialize: call shard_head(model, config) before '
-                "it, or initialize of this module instead of it"
+                f'{where}: "data" shards the head before deepspeed.initialize: call '
+                "shard_head_by_section(model, config) before it, or initialize of this module instead of it"
             )
         return data
     if isinstance(head, TensorParallel_Layer) and collectives.world_size(head.mp_group) > 1:
@@ -117,7 +117,7 @@ def mark_tensor_parallel(head: nn.Module) -> None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
+def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> None:
     """Shards the head over the data-parallel ranks, once, when the section says `"vocab_parallel": "data"`. Each keeps
     `ceil(V / W)` rows (the last are padding) and their gradient and optimizer state; they are never gathered.
 

@@ -122,7 +122,7 @@ class FusedLoss:
             _restore(head, mine.own_forward, mine.plain_forward)
             heads.take_loss(head)
         if self.sharded_here:
-            heads.unshard_head(self.model, self.heads[0].module)
+            heads.to_linear_head(self.model, self.heads[0].module)
         del self.model._loss_function
         delattr(self.model, ATTRIBUTE)
         _restore(self.model, self.own_forward, self.plain_forward)

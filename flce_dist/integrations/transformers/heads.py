@@ -164,7 +164,7 @@ def take_loss(head: nn.Module) -> None:
     delattr(head, _FORMER)
 
 
-def shard_head(
+def to_vocab_parallel_head(
     model: Any, linear: nn.Module, group: dist.ProcessGroup | DeviceMesh, **arguments: Any
 ) -> VocabParallelHead:
     """Puts a `VocabParallelHead` with this rank's rows in the place of the full head.
@@ -185,7 +185,7 @@ def shard_head(
 
 
 @torch.no_grad()
-def unshard_head(model: Any, head: VocabParallelHead) -> None:
+def to_linear_head(model: Any, head: VocabParallelHead) -> None:
     """Puts an `nn.Linear` with the gathered values in the place of the sharded head: one all-gather a parameter."""
 
     def full(parameter: nn.Parameter) -> nn.Parameter:

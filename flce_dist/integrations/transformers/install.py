@@ -100,7 +100,7 @@ def apply(
         if len(found) > 1:
             raise TypeError("a head that is trained beside an adapter (modules_to_save) cannot be sharded over a group")
         assert place is not None
-        found = [heads.shard_head(base, found[0], place, **where)]
+        found = [heads.to_vocab_parallel_head(base, found[0], place, **where)]
     for head in found:
         heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)
