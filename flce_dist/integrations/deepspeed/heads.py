@@ -73,6 +73,8 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
                 "shard_head_by_section(model, config) before it, or initialize of this module instead of it"
             )
         return data
+    if data is not None:
+        raise ValueError(f'{where}: shard_head_by_section has sharded the head for "data", got {wanted!r}')
     if isinstance(head, TensorParallel_Layer) and collectives.world_size(head.mp_group) > 1:
         if type(head) not in (LinearLayer, VocabParallelLinear):
             raise ValueError(f"{where}: {type(head).__name__} does not shard the head's rows; expected a LinearLayer")
@@ -132,8 +134,8 @@ def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> 
     [1] Rajbhandari et al., DeepSpeed-MoE (2022); deepspeed/module_inject/auto_ep_layer.py.
 
     Raises:
-        TypeError, ValueError: the section is wrong, the head is no plain `nn.Linear`, it is tied, or model parallelism
-            is on.
+        TypeError, ValueError: the section is wrong, the head is no plain `nn.Linear` or has another forward, it is
+            tied, or model parallelism is on.
     """
     from deepspeed.utils import groups
 
@@ -147,6 +149,11 @@ def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> 
         return
     if type(head) is not nn.Linear:
         raise TypeError(f'{where}: "data" shards an nn.Linear, and the head is a {type(head).__name__}')
+    if "forward" in vars(head):
+        raise TypeError(
+            f'{where}: "data" replaces the forward of the head, which has another than its class (from attach_loss?): '
+            "take it off (detach_loss, del head.forward)"
+        )
     shared = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
     if len(shared) > 1:
         raise ValueError(f'{where}: "data" cannot shard a tied weight ({" is ".join(shared)}); untie it or use "none"')
