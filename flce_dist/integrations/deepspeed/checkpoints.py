@@ -47,7 +47,7 @@ def export_whole_head(engine: Any) -> None:
     def with_whole_head(*args: Any, **kwargs: Any) -> dict[str, Tensor] | None:
         state, head = consolidate(*args, **kwargs), full_head(engine)
         if state is not None:
-            state |= {name: tensor.cpu() for name, tensor in head.items()}
+            state |= {name: tensor.cpu() for name, tensor in head.items() if name in state}  # a frozen one may not be
         return state
 
     engine._zero3_consolidated_16bit_state_dict = with_whole_head
