@@ -166,14 +166,24 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
         options: the fields of `LossOptions`.
 
     Raises:
-        TypeError: the head is neither.
-        ValueError: its weight is shared with another module (tied embeddings).
+        TypeError: the head is neither, or has another forward than its class (a loss of `attach_loss`, for one).
+        ValueError: its weight is shared with another module (tied embeddings), or it has a `hidden_grad_scale`.
     """
     linear: Any = model.get_submodule(name)
     if type(linear) is not nn.Linear and (type(linear) is not VocabParallelHead or linear.group is not None):
         raise TypeError(
             f"expected {name} to be an nn.Linear or an unsharded VocabParallelHead, got {type(linear).__name__}: what "
             "else it computes, or how it is sharded, would be lost"
+        )
+    if "forward" in vars(linear):
+        raise TypeError(
+            f"{name} has another forward than its class, set on the instance (by attach_loss?), which would be lost: "
+            "take it off (detach_loss, del head.forward), and pass the loss's options here"
+        )
+    if getattr(linear, "hidden_grad_scale", 1.0) != 1.0:
+        raise ValueError(
+            f"{name} has hidden_grad_scale={linear.hidden_grad_scale}: a head that is never gathered scales the hidden "
+            "states' gradient by the number of ranks, and knows no other factor"
         )
     for other_name, other in model.named_parameters(remove_duplicate=False):
         if other is linear.weight and other_name != f"{name}.weight":
