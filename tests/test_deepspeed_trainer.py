@@ -220,6 +220,9 @@ def _refused(ctx: Context, folder: str) -> None:
             attach_to_trainer(trainer_of(Run(2, {"z_los": 0.1}), folder))
         with pytest.raises(ValueError, match=r"label_smoothing=0\.1"):
             attach_to_trainer(trainer_of(Run(2, arguments={"label_smoothing_factor": 0.1}), folder))
+        local = {"average_tokens_across_devices": False}
+        with pytest.raises(ValueError, match="divides by each rank's own tokens"):
+            attach_to_trainer(trainer_of(Run(3, DATA, arguments=local), folder))
         with pytest.raises(ValueError, match=r"flce_dist\.vocab_parallel: .*stage 3, got 2"):
             attach_to_trainer(trainer_of(Run(2, DATA), folder))
         alias = Run(2, None, config={"loss": {"type": "flce_dist", "z_loss": 0.1}})

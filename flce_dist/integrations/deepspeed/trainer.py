@@ -64,7 +64,7 @@ def attach_to_trainer(trainer: Trainer) -> None:
             )
         apply_checked(trainer, (), False, cast(LossOptionsDict, section.options))
         return
-    check_settings(trainer)
+    check_settings(trainer, shared_head=section.vocab_parallel == "data")
     if section.vocab_parallel == "data":
         shard_head_by_section(trainer.model, config)  # now, because train() makes the optimizer before the engine
     attach_to_accelerator(trainer.accelerator)
