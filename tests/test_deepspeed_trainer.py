@@ -253,6 +253,9 @@ def _sft(ctx: Context, run: Run, folder: str) -> list[dict[str, float]]:
                 ValueError, match=r"^flce_dist\.vocab_parallel: a SFTTrainer computes its loss from a whole"
             ):
                 attach_to_trainer(trainer)
+            plugin.deepspeed_config["flce_dist"] = {"head": "model.embed_tokens"}
+            with pytest.raises(ValueError, match=r"^flce_dist\.head: a SFTTrainer uses the model's output embeddings"):
+                attach_to_trainer(trainer)
             plugin.deepspeed_config["flce_dist"] = run.section
             attach_to_trainer(trainer)
             assert hasattr(trainer.model.lm_head, "_flce_loss")

@@ -62,6 +62,10 @@ def attach_to_trainer(trainer: Trainer) -> None:
                 f"{section.where}.vocab_parallel: a {type(trainer).__name__} computes its loss from a whole head; only "
                 '"none" without tensor parallelism is possible'
             )
+        if section.head is not None:
+            raise ValueError(
+                f"{section.where}.head: a {type(trainer).__name__} uses the model's output embeddings: leave it out"
+            )
         apply_checked(trainer, (), False, cast(LossOptionsDict, section.options))
         return
     check_settings(trainer, shared_head=section.vocab_parallel == "data")
