@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .api import LossOutput, linear_cross_entropy
 from .checks import checked_layout
+from .head import VocabParallelHead
 from .options import LossOptionsDict, checked_options, to_float
 from .shard import VocabShard
 
@@ -54,21 +55,34 @@ def attach_loss(
     and the state dict stay. `detach_loss` undoes it; until then the module can be copied, but not pickled.
 
     Args:
-        head: a module with `weight [L, H]` and optionally `bias [L]`, and no other parameters.
+        head: a module with `weight [L, H]` and optionally `bias [L]`, and no other parameters, whose own forward is
+            `hidden @ weight.T + bias`: what else it computes would be left out of the loss.
         group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale, options: as `linear_cross_entropy` takes
             them. What depends on no tensor and no rank is checked here, the rest with the first call.
 
     Raises:
-        TypeError: `head` has no weight, or parameters that the loss would leave out (an adapter's).
+        TypeError: `head` is a `VocabParallelHead`, which has options of its own; it has no weight, or parameters that
+            the loss would leave out (an adapter's); it is an `nn.Linear` whose class has another forward, and no
+            `group` says that it is a framework's parallel layer.
         ValueError: it has a loss already.
     """
     options = checked_options(options)
+    if isinstance(head, VocabParallelHead):
+        raise TypeError(
+            f"a {type(head).__name__} computes a loss of its own options, and would leave these out: give it them "
+            "(head.options = LossOptions(...))"
+        )
     names = {name for name, _ in head.named_parameters()}
     if "weight" not in names or names - {"weight", "bias"}:
         raise TypeError(
             f"expected a linear head with the parameters weight and bias, got {type(head).__name__} with "
             f"{sorted(names)}: what the others compute would be left out of the loss. Give it to the linear layer "
             "itself, before FSDP1 or another wrapper is put around it"
+        )
+    if isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward and group is None:
+        raise TypeError(
+            f"expected a linear head, got {type(head).__name__}, an nn.Linear with a forward of its own: what that "
+            "computes would be left out of the loss. A factor on the logits is logit_scale="
         )
     if has_loss(head):
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flce_dist import VocabShard
+from flce_dist import LossOptions, VocabParallelHead, VocabShard
 from flce_dist.attach import attach_loss, detach_loss
 from tests.kit.workers import Context, Pool
 
@@ -96,6 +96,35 @@ def test_refusals() -> None:
     adapter.register_parameter("lora", nn.Parameter(torch.zeros(1)))
     with pytest.raises(TypeError, match="lora"):
         attach_loss(adapter)
+
+
+def test_a_head_with_a_loss_of_its_own_keeps_its_options() -> None:
+    head = VocabParallelHead(H, V, z_loss=1.0, softcap=5.0)
+    with pytest.raises(TypeError, match=r"computes a loss of its own options.*head\.options = LossOptions"):
+        attach_loss(head)
+    assert head.options == LossOptions(z_loss=1.0, softcap=5.0)
+    assert "forward" not in vars(head)
+
+
+class _Scaled(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden)
+
+
+class _Renamed(nn.Linear):
+    pass
+
+
+def test_a_linear_layer_whose_class_computes_more_is_refused(workers: Pool) -> None:
+    with pytest.raises(TypeError, match=r"_Scaled, an nn\.Linear with a forward of its own"):
+        attach_loss(_Scaled(H, V))
+    attach_loss(_Renamed(H, V))
+    workers.run(2, _frameworks_layer)
+
+
+def _frameworks_layer(ctx: Context) -> None:
+    """One that gathers its logits, say: with a group the caller knows what the layer is."""
+    attach_loss(_Scaled(H, V), ctx.group, vocab_size=2 * V)
 
 
 def _sharded(ctx: Context) -> list[Any]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 
+from flce_dist import VocabParallelHead
 from flce_dist.attach import detach_loss
-from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head
+from flce_dist.integrations.deepspeed import SectionWarning, attach, full_head, initialize, shard_head_by_section
 from tests.kit.engines import (
     LR,
     ROWS,
@@ -110,6 +111,10 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
         model = Odd() if kind == "odd" else make_model(cell)
         if kind == "bilinear":
             model.lm_head = nn.Bilinear(H, H, 37)
+        if kind == "own loss":
+            model.lm_head = VocabParallelHead(H, 37, ignore_index=0)
+        if kind == "scaled":
+            model.lm_head.forward = lambda hidden: 2 * F.linear(hidden, model.lm_head.weight)
         engine_of(cell, model)
 
 
@@ -122,6 +127,9 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
         (Cell(section={"vocab_parallel": "tensor"}), "", "flce_dist.vocab_parallel: .*autotp_size"),
         (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
         (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
+        (Cell(3, section=DATA), "scaled", "flce_dist.vocab_parallel: .*another than its class"),
+        (Cell(), "own loss", "flce_dist: the head is a VocabParallelHead, which computes a loss of its own options"),
+        (Cell(llama=True), "own loss", "flce_dist: the head is a VocabParallelHead"),
         (Cell(2, section=DATA), "", "flce_dist.vocab_parallel: .*stage 3, got 2"),
         (
             Cell(2, extra={"sequence_parallel_size": 2, "data_parallel_size": 1}),
@@ -147,9 +155,16 @@ def _data_after_the_engine(ctx: Context) -> None:
         model, cell = make_model(Cell(3)), Cell(3, section=DATA)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=cell.config())
-        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*shard_head\(model, config\)"):
+        with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*shard_head_by_section\(model, config\)"):
             attach(engine)
         engine.destroy()
+        model = make_model(cell)
+        shard_head_by_section(model, cell.config())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(
+            ValueError, match=r"flce_dist.vocab_parallel: .*has sharded the head for \"data\", got None"
+        ):
+            initialize(model=model, optimizer=optimizer, config=Cell(3).config())
         with deepspeed.zero.Init(config_dict_or_path=cell.config()):
             model = make_model(cell)
         with pytest.raises(ValueError, match=r"flce_dist.vocab_parallel: .*zero.Init"):
@@ -280,6 +295,26 @@ def test_a_model_with_a_loss_of_its_own_warns_in_the_first_step(engine_workers: 
     assert engine_workers(2).run(2, _own_cross_entropy, "by the head") == [[], []]
 
 
+def _without_labels(ctx: Context) -> list[str]:
+    """What is warned of in two steps of a model of transformers whose loss is made from its logits."""
+    cell = Cell(2, llama=True)
+    with deepspeed_ready(ctx), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_of(cell)
+        ids, labels = inputs_of(cell, ctx)
+        for _ in range(2):
+            engine.backward(F.cross_entropy(engine(input_ids=ids).logits.flatten(0, 1), labels.flatten()))
+            engine.step()
+        engine.destroy()
+        return [str(warning.message) for warning in caught if issubclass(warning.category, SectionWarning)]
+
+
+def test_a_causal_lm_that_is_called_without_labels_warns_in_the_first_step(engine_workers: Engines) -> None:
+    for (message,) in engine_workers(2).run(2, _without_labels):
+        assert message.startswith("flce_dist: no loss of this section was computed before the first step")
+        assert "nothing called the LlamaForCausalLM with labels" in message
+
+
 def _shards(ctx: Context) -> None:
     cell = Cell(3, section=DATA, bias=True)
     with deepspeed_ready(ctx):
@@ -313,18 +348,18 @@ def test_a_rank_holds_its_rows_and_their_state(world: int, engine_workers: Engin
     engine_workers(world).run(world, _shards)
 
 
-def _shard_head_only_when_asked(ctx: Context) -> None:
+def _shard_only_when_asked(ctx: Context) -> None:
     with deepspeed_ready(ctx):
         model = TinyModel(37)
         parameter = model.lm_head.weight
-        shard_head(model, {})
-        shard_head(model, {"flce_dist": {}})
+        shard_head_by_section(model, {})
+        shard_head_by_section(model, {"flce_dist": {}})
         assert model.lm_head.weight.shape == (37, H)
         for _ in range(2):  # once is enough
-            shard_head(model, Cell(3, section=DATA).config())
+            shard_head_by_section(model, Cell(3, section=DATA).config())
             assert model.lm_head.weight.shape == (19, H)
             assert model.lm_head.weight is parameter
 
 
-def test_shard_head(engine_workers: Engines) -> None:
-    engine_workers(2).run(2, _shard_head_only_when_asked)
+def test_the_head_is_sharded_only_when_the_section_says_so(engine_workers: Engines) -> None:
+    engine_workers(2).run(2, _shard_only_when_asked)

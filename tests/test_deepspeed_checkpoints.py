@@ -152,6 +152,23 @@ def test_save_16bit_model_has_the_whole_head(cell: Cell, engine_workers: Engines
     assert torch.equal(saved["lm_head.weight"], head.to(saved["lm_head.weight"].dtype))
 
 
+def _save_16bit_without_frozen(ctx: Context, cell: Cell, folder: str) -> None:
+    with deepspeed_ready(ctx):
+        model = make_model(cell)
+        model.lm_head.requires_grad_(False)
+        gather = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+        engine = engine_of(cell, model, zero_optimization=gather)
+        assert engine.save_16bit_model(folder, "model.bin", exclude_frozen_parameters=True)
+        engine.destroy()
+
+
+def test_save_16bit_model_leaves_a_frozen_head_out_when_asked(engine_workers: Engines, tmp_path: Path) -> None:
+    cell = Cell(3, section=DATA)
+    engine_workers(2).run(2, _save_16bit_without_frozen, cell, str(tmp_path))
+    whole = list(make_model(cell).state_dict())
+    assert list(torch.load(tmp_path / "model.bin")) == [name for name in whole if not name.startswith("lm_head")]
+
+
 ROWS_IN_ALL = 4
 
 

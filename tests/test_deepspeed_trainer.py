@@ -25,7 +25,7 @@ from flce_dist.integrations.deepspeed import (
     attach_to_accelerator,
     attach_to_trainer,
     full_head,
-    shard_head,
+    shard_head_by_section,
 )
 from flce_dist.integrations.transformers import apply_to_trainer
 from tests.kit.causal_lm import tiny
@@ -220,10 +220,15 @@ def _refused(ctx: Context, folder: str) -> None:
             attach_to_trainer(trainer_of(Run(2, {"z_los": 0.1}), folder))
         with pytest.raises(ValueError, match=r"label_smoothing=0\.1"):
             attach_to_trainer(trainer_of(Run(2, arguments={"label_smoothing_factor": 0.1}), folder))
+        local = {"average_tokens_across_devices": False}
+        with pytest.raises(ValueError, match="divides by each rank's own tokens"):
+            attach_to_trainer(trainer_of(Run(3, DATA, arguments=local), folder))
         with pytest.raises(ValueError, match=r"flce_dist\.vocab_parallel: .*stage 3, got 2"):
             attach_to_trainer(trainer_of(Run(2, DATA), folder))
-        with pytest.raises(ValueError, match=r"describes the loss in its section .*attach_to_trainer\(trainer\)"):
-            apply_to_trainer(trainer_of(Run(2), folder))
+        alias = Run(2, None, config={"loss": {"type": "flce_dist", "z_loss": 0.1}})
+        for run, name in ((Run(2), "flce_dist"), (alias, "loss")):
+            with pytest.raises(ValueError, match=rf'the loss in its section "{name}", .*attach_to_trainer\(trainer\)'):
+                apply_to_trainer(trainer_of(run, folder))
         with pytest.warns(SectionWarning, match="no section"):
             attach_to_trainer(trainer_of(Run(2, None), folder))
 
@@ -247,6 +252,9 @@ def _sft(ctx: Context, run: Run, folder: str) -> list[dict[str, float]]:
             with pytest.raises(
                 ValueError, match=r"^flce_dist\.vocab_parallel: a SFTTrainer computes its loss from a whole"
             ):
+                attach_to_trainer(trainer)
+            plugin.deepspeed_config["flce_dist"] = {"head": "model.embed_tokens"}
+            with pytest.raises(ValueError, match=r"^flce_dist\.head: a SFTTrainer uses the model's output embeddings"):
                 attach_to_trainer(trainer)
             plugin.deepspeed_config["flce_dist"] = run.section
             attach_to_trainer(trainer)
@@ -277,7 +285,7 @@ def _accelerate(ctx: Context, run: Run) -> list[float]:
         if run.section is not None:
             attach_to_accelerator(accelerator)
         model = tiny(num_key_value_heads=4)
-        shard_head(model, config)  # does nothing unless the section says so
+        shard_head_by_section(model, config)  # does nothing unless the section says so
         optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
         data = examples(4) * 6
         for example in data:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from flce_dist import VocabParallelHead
+from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
 from tests.kit import compare, oracle
 from tests.kit.fsdp import BFLOAT16, Cell, full, judge, train
@@ -316,6 +317,10 @@ def _wrong(ctx: Context, what: str) -> None:
         parallelize_module(nn.Embedding(21, H), mesh, FlceParallel())
     elif what == "options of a module":
         parallelize_module(VocabParallelHead(H, 21), mesh, FlceParallel(z_loss=1e-3))
+    elif what == "a loss already":
+        head = nn.Linear(H, 21)
+        attach_loss(head, z_loss=1e-3)
+        parallelize_module(head, mesh, FlceParallel())
     elif what == "sharded hidden, replicated style":
         styled("linear", mesh, Replicate(), 21, True)(distribute_tensor(hidden, mesh, [Shard(1)]), target)
     elif what == "partial hidden":
@@ -335,6 +340,7 @@ def _wrong(ctx: Context, what: str) -> None:
     [
         ("embedding", "TypeError", "nn.Linear"),
         ("options of a module", "ValueError", "has its own options"),
+        ("a loss already", "ValueError", "another than its class"),
         ("sharded hidden, replicated style", "ValueError", "input_layouts"),
         ("partial hidden", "ValueError", "input_layouts"),
         ("part of the targets", "ValueError", "leading dimensions"),

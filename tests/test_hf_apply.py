@@ -18,7 +18,8 @@ from tests.test_checks_ranks import assert_all_raise
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
 
-from flce_dist import VocabParallelHead  # noqa: E402
+from flce_dist import VocabParallelHead, VocabShard  # noqa: E402
+from flce_dist.attach import attach_loss  # noqa: E402
 from flce_dist.integrations.transformers import UnsupportedForward, apply  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, load_sharded, loss_and_grads, tiny  # noqa: E402
 
@@ -213,6 +214,66 @@ def test_a_head_that_is_there_already_gets_what_the_config_says() -> None:
     handle.remove()
     assert model.lm_head.options.softcap is None
     assert torch.equal(model(TEXT).logits, logits)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"vocab_size": 7}, {"vocab_shard": VocabShard(VOCAB, 0, 7)}, {"hidden_layout": "sharded"},
+     {"hidden_layout": "nonsense"}, {"hidden_grad_scale": 100.0}],
+    ids=lambda argument: "-".join(map(str, argument.values())),
+)  # fmt: skip
+def test_what_a_head_that_is_there_already_would_ignore_is_refused(argument: dict[str, Any]) -> None:
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head)
+    with pytest.raises(ValueError, match=f"^{next(iter(argument))}: the head is a VocabParallelHead that was made"):
+        apply(model, **argument)
+    assert "forward" not in vars(model)
+    apply(model, vocab_size=VOCAB, hidden_layout="replicated", hidden_grad_scale=1.0)
+
+
+def _another_group(ctx: Context) -> None:
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head)
+    with pytest.raises(ValueError, match=r"^group: the head is a VocabParallelHead that was made with None"):
+        apply(model, ctx.group)
+    model.lm_head = VocabParallelHead.from_linear(tiny().lm_head, ctx.group)
+    apply(model, ctx.group)
+
+
+def test_a_group_is_that_of_a_head_that_is_there_already(workers: Pool) -> None:
+    workers.run(2, _another_group)
+
+
+def test_a_head_that_is_there_already_keeps_its_options() -> None:
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head, ignore_index=3, z_loss=0.1)
+    expected = model.lm_head(model.model(TEXT).last_hidden_state, SHIFTED.masked_fill(SHIFTED == -100, 3))
+    apply(model)
+    torch.testing.assert_close(model(input_ids=TEXT, labels=LABELS.masked_fill(LABELS == -100, 3)).loss, expected)
+
+
+def test_options_of_a_head_that_is_there_already_are_checked_as_those_given() -> None:
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head, softcap=5.0)
+    apply(model)
+    with pytest.raises(UnsupportedForward, match=r"another way than was declared \(logit_scale=1, softcap=5.0\)"):
+        model(input_ids=TEXT, labels=LABELS)
+    model = tiny(tie_word_embeddings=False)
+    model.lm_head = VocabParallelHead.from_linear(model.lm_head, reduction="sum")
+    with pytest.raises(ValueError, match='reduction must be "mean"'):
+        apply(model)
+
+
+def _attached_before(ctx: Context) -> None:
+    model = tiny(tie_word_embeddings=False)
+    attach_loss(model.lm_head, z_loss=0.1)
+    for group in (None, ctx.group):
+        with pytest.raises(ValueError, match="has a loss already, from attach_loss"):
+            apply(model, group)
+
+
+def test_a_head_with_an_attached_loss_is_refused(workers: Pool) -> None:
+    workers.run(2, _attached_before)
 
 
 def test_a_copy_is_a_model_of_its_own() -> None:

@@ -184,6 +184,21 @@ def test_a_trainer_on_four_ranks(how: str, stock_on_ranks: Any, workers: Pool) -
             torch.testing.assert_close(ours_parameters[name], value, rtol=1e-3, atol=1e-4)
 
 
+def _own_counts(ctx: Context) -> None:
+    from tests.test_hf_trainer import trainer
+
+    with _as_launched(ctx), tempfile.TemporaryDirectory() as folder:
+        run = trainer(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False)
+        shard_head(run.model, "lm_head", ctx.mesh(4, names=("data",)))
+        with pytest.raises(ValueError, match="divides by each rank's own tokens"):
+            apply_to_trainer(run)
+
+
+def test_counts_of_each_rank_are_refused_for_a_head_that_ranks_share(workers: Pool) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    workers.run(4, _own_counts, timeout=TRAINER_TIMEOUT_S)
+
+
 def _trainer_of_a_sharded_model(ctx: Context, folder: str, sizes: dict[str, int]) -> Any:
     from tests.test_hf_trainer import history, trainer
 

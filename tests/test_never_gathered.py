@@ -285,6 +285,12 @@ def refused(ctx: Context, what: str) -> None:
     elif what == "sharded already":
         model.lm_head = VocabParallelHead(H, V, mesh)
         shard_head(model, "lm_head", mesh)
+    elif what == "a loss already":
+        attach_loss(model.lm_head, z_loss=0.1)
+        shard_head(model, "lm_head", mesh)
+    elif what == "a scale":
+        model.lm_head = VocabParallelHead(H, V, hidden_grad_scale=2.0)
+        shard_head(model, "lm_head", mesh)
     elif what == "no mesh":
         NeverGatheredHead(H, V, ctx.group)
     elif what == "three dimensions":
@@ -311,6 +317,8 @@ def refused(ctx: Context, what: str) -> None:
         ("tied", "lm_head.weight is tied to embedding.weight: an embedding needs all rows on every rank"),
         ("no linear", "expected norm to be an nn.Linear or an unsharded VocabParallelHead, got LayerNorm"),
         ("sharded already", "unsharded VocabParallelHead"),
+        ("a loss already", "lm_head has another forward than its class, set on the instance (by attach_loss?)"),
+        ("a scale", "lm_head has hidden_grad_scale=2.0"),
         ("no mesh", "expected the device mesh that FSDP shards over, got ProcessGroup"),
         ("three dimensions", "a 1-D or 2-D mesh, got a mesh of 3 dimensions"),
         ("option", "softcap must be positive"),

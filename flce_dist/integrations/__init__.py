@@ -1,1 +1,1 @@
-"""One file a framework; each is imported only by its user."""
+"""One module or package a framework; each is imported only by its user."""

@@ -52,7 +52,8 @@ class FlceParallel(ParallelStyle):
 
     Raises:
         TypeError: when applied, the module is neither an `nn.Linear` nor a `VocabParallelHead`.
-        ValueError: an option or layout that does not fit; in a call, hidden states of another layout.
+        ValueError: an option or layout that does not fit, or an `nn.Linear` whose forward was replaced; in a call,
+            hidden states of another layout.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class FlceParallel(ParallelStyle):
             raise TypeError(f"FlceParallel is for an nn.Linear or a VocabParallelHead, got {type(module).__name__}")
         if isinstance(module, VocabParallelHead) and (self.options or self.vocab_size is not None):
             raise ValueError("a VocabParallelHead has its own options and vocab_size: give them to the head")
+        if type(module) is nn.Linear and "forward" in vars(module):
+            raise ValueError(
+                "FlceParallel replaces the head's forward, and this one has another than its class, set on the "
+                "instance (by attach_loss?): take it off (detach_loss, del head.forward)"
+            )
         if device_mesh.ndim != 1:
             raise ValueError(f"FlceParallel needs a 1-D mesh, got {device_mesh}: name one dimension")
         for name, parameter in list(module.named_parameters(recurse=False)):

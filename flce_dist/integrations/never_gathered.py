@@ -12,6 +12,7 @@ complete in its replica and only averaged over the R replicas.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -165,14 +166,24 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
         options: the fields of `LossOptions`.
 
     Raises:
-        TypeError: the head is neither.
-        ValueError: its weight is shared with another module (tied embeddings).
+        TypeError: the head is neither, or has another forward than its class (a loss of `attach_loss`, for one).
+        ValueError: its weight is shared with another module (tied embeddings), or it has a `hidden_grad_scale`.
     """
     linear: Any = model.get_submodule(name)
     if type(linear) is not nn.Linear and (type(linear) is not VocabParallelHead or linear.group is not None):
         raise TypeError(
             f"expected {name} to be an nn.Linear or an unsharded VocabParallelHead, got {type(linear).__name__}: what "
             "else it computes, or how it is sharded, would be lost"
+        )
+    if "forward" in vars(linear):
+        raise TypeError(
+            f"{name} has another forward than its class, set on the instance (by attach_loss?), which would be lost: "
+            "take it off (detach_loss, del head.forward), and pass the loss's options here"
+        )
+    if getattr(linear, "hidden_grad_scale", 1.0) != 1.0:
+        raise ValueError(
+            f"{name} has hidden_grad_scale={linear.hidden_grad_scale}: a head that is never gathered scales the hidden "
+            "states' gradient by the number of ranks, and knows no other factor"
         )
     for other_name, other in model.named_parameters(remove_duplicate=False):
         if other is linear.weight and other_name != f"{name}.weight":
@@ -182,14 +193,14 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
                 "the head"
             )
     vocab_size, hidden_size = linear.weight.shape
-    former: Any = getattr(linear, "_options", {})
     head = NeverGatheredHead(
-        hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype,
-        **(former | options),
+        hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options
     )  # fmt: skip
+    if isinstance(linear, VocabParallelHead):
+        head.options = dataclasses.replace(linear.options, **options)
+        head.raw_logits = linear.raw_logits
     head.weight = head._from_full(linear.weight)
     head.bias = None if linear.bias is None else head._from_full(linear.bias)
-    head.raw_logits = getattr(linear, "raw_logits", False)
     head.train(linear.training)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, head)

@@ -292,14 +292,14 @@ class TwoByTwo:
 
 def train_engine(ctx: Context, cell: Cell) -> Trained:
     """A worker's job: the cell's engine by `flce_dist`'s initialize, trained."""
-    from flce_dist.integrations.deepspeed import initialize, shard_head
+    from flce_dist.integrations.deepspeed import initialize, shard_head_by_section
 
     with deepspeed_ready(ctx) as deepspeed:
         with deepspeed.zero.Init(config_dict_or_path=cell.config(), enabled=cell.zero_init):
             model = make_model(cell)
         config = cell.config()
         if cell.zero_init:
-            shard_head(model, config)  # before the optimizer; else initialize does it
+            shard_head_by_section(model, config)  # before the optimizer; else initialize does it
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         mpu = None
         if cell.mpu:

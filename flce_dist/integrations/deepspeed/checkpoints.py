@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ... import collectives
 from .heads import DATA_SHARD, Layout, own_rows
 
 
@@ -34,9 +34,7 @@ def full_head(engine: Any) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters([parameter]):
             local = parameter.detach().clone()
         if layout.group is not None and layout.vocab_shard is not None:
-            parts = [torch.empty_like(local) for _ in range(dist.get_world_size(layout.group))]
-            dist.all_gather(parts, local, group=layout.group)
-            local = torch.cat(parts)[: layout.vocab_shard.vocab_size]
+            local = collectives.all_gather(local, layout.group).flatten(0, 1)[: layout.vocab_shard.vocab_size]
         full[f"{name}.{key}" if name else key] = local
     return full
 
@@ -49,7 +47,7 @@ def export_whole_head(engine: Any) -> None:
     def with_whole_head(*args: Any, **kwargs: Any) -> dict[str, Tensor] | None:
         state, head = consolidate(*args, **kwargs), full_head(engine)
         if state is not None:
-            state |= {name: tensor.cpu() for name, tensor in head.items()}
+            state |= {name: tensor.cpu() for name, tensor in head.items() if name in state}  # a frozen one may not be
         return state
 
     engine._zero3_consolidated_16bit_state_dict = with_whole_head

@@ -6,8 +6,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,9 +15,13 @@ from torch.optim import Optimizer
 
 from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
+from ...head import VocabParallelHead
 from .checkpoints import export_whole_head, load_own_rows, load_without_optimizer_states
-from .heads import find_head, layout_of, mark_tensor_parallel, shard_head
+from .heads import find_head, layout_of, mark_tensor_parallel, shard_head_by_section
 from .section import Section, SectionWarning, load_config, number, read_section, section_or_warning
+
+if TYPE_CHECKING:
+    from ..transformers import FusedLoss
 
 _SECTION = "_flce_section"
 
@@ -52,7 +56,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
                 dist_init_required=call.get("dist_init_required"),
                 **({"distributed_port": call["distributed_port"]} if "distributed_port" in call else {}),
             )
-            shard_head(model, config)
+            shard_head_by_section(model, config)
     results = deepspeed.initialize(*args, **kwargs)
     attach(results[0])
     return results
@@ -70,7 +74,7 @@ def attach(engine: Any) -> nn.Module | None:
 
     Warns:
         SectionWarning: there is no section; and in the engine's first step, when nothing has called the head with a
-            target: the model computes another loss.
+            target, or the model of transformers with labels: another loss is computed.
     """
     section = section_or_warning(engine.config)
     if section is None:
@@ -88,14 +92,20 @@ def attach(engine: Any) -> nn.Module | None:
     arguments = {
         "vocab_shard": layout.vocab_shard,
         "hidden_layout": layout.hidden_layout,
-        "hidden_grad_scale": 1.0,  # shard_head scales the gradients of hidden states and weight alike
+        "hidden_grad_scale": 1.0,  # shard_head_by_section scales the gradients of hidden states and weight alike
         **section.options,
     }
     if section.head is None and _is_causal_lm(model):
-        _apply_to_causal_lm(model, section, layout.group, arguments)
+        handle = _apply_to_causal_lm(model, section, layout.group, arguments)
+        remedy = f"nothing called the {type(model).__name__} with labels: pass them, and use its loss"
+        _warn_in_first_step(engine, section, lambda: handle.output is not None, remedy)
     else:
         attach_loss(head, layout.group, **arguments)
-        _warn_unless_called(engine, head, section)
+        remedy = (
+            "nothing called the head with targets: call it as head(hidden, target), such as "
+            f"self.lm_head(hidden, labels) in the {type(model).__name__}'s forward"
+        )
+        _warn_in_first_step(engine, section, _calls_with_target(head), remedy)
     _leave_gradients_undivided(engine)
     if section.vocab_parallel == "data":
         export_whole_head(engine)
@@ -159,24 +169,16 @@ def _leave_gradients_undivided(engine: Any) -> None:
     engine.backward = backward_of_a_view
 
 
-def _warn_unless_called(engine: Any, head: nn.Module, section: Section) -> None:
-    """Warns in the first step if the head has given no loss until then: the model computes one of its own."""
-    calls = 0
-
-    def count(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], _output: Any) -> None:
-        nonlocal calls
-        calls += len(args) > 1 or keywords.get("target") is not None
-
-    handle, step = head.register_forward_hook(count, with_kwargs=True), engine.step
+def _warn_in_first_step(engine: Any, section: Section, computed: Callable[[], bool], remedy: str) -> None:
+    """Warns in the first step unless the loss was `computed` until then: the model computes one of its own."""
+    step = engine.step
 
     def first_step(*args: Any, **keywords: Any) -> Any:
-        handle.remove()
         del engine.step  # of the instance: the next is the engine's own
-        if calls == 0:
+        if not computed():
             warnings.warn(
-                f"{section.where}: no loss of this section was computed before the first step, because nothing called "
-                f"the head with targets: call it as head(hidden, target), such as self.lm_head(hidden, labels) in the "
-                f"{type(engine.module).__name__}'s forward, in place of a loss from its logits",
+                f"{section.where}: no loss of this section was computed before the first step, because {remedy}, in "
+                "place of a loss from its logits",
                 SectionWarning,
                 stacklevel=2,
             )
@@ -185,7 +187,29 @@ def _warn_unless_called(engine: Any, head: nn.Module, section: Section) -> None:
     engine.step = first_step
 
 
+def _calls_with_target(head: nn.Module) -> Callable[[], bool]:
+    """Whether the head was called with a target since; to be asked once."""
+    calls = 0
+
+    def count(_module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], _output: Any) -> None:
+        nonlocal calls
+        calls += len(args) > 1 or keywords.get("target") is not None
+
+    hook = head.register_forward_hook(count, with_kwargs=True)
+
+    def asked() -> bool:
+        hook.remove()
+        return calls > 0
+
+    return asked
+
+
 def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:
+    if isinstance(head, VocabParallelHead):
+        raise TypeError(
+            f"{section.where}: the head is a {type(head).__name__}, which computes a loss of its own options and not "
+            "that of the section: give the model an nn.Linear, or take the section out"
+        )
     if has_loss(head):
         raise ValueError(
             f"{section.where}: the {type(model).__name__} has a loss already, from apply, attach_loss or an earlier "
@@ -211,7 +235,9 @@ def _is_causal_lm(model: Any) -> bool:
     return transformers is not None and isinstance(base, transformers.PreTrainedModel)
 
 
-def _apply_to_causal_lm(model: Any, section: Section, group: dist.ProcessGroup | None, arguments: Any) -> None:
+def _apply_to_causal_lm(
+    model: Any, section: Section, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]
+) -> FusedLoss:
     from ..transformers import apply
 
     if section.options.get("reduction", "mean") != "mean":
@@ -221,7 +247,7 @@ def _apply_to_causal_lm(model: Any, section: Section, group: dist.ProcessGroup |
         )
     if hasattr(model, "_deepspeed_original_loss_function"):  # AutoTP has put its loss on sharded logits in its place
         model.loss_function = model._deepspeed_original_loss_function
-    apply(model, group, **arguments)
+    return apply(model, group, **arguments)
 
 
 def _config_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -238,5 +264,6 @@ def _check_data_parallel(section: Section, head: nn.Module, call: Mapping[str, A
     if hasattr(head.weight, "ds_id") and call.get(holds) is not None:
         raise ValueError(
             f'{where}: "data" replaces the head\'s parameter of a model built under zero.Init, and {holds} holds the '
-            "old one: call shard_head before making it, or leave it out and describe the optimizer in the configuration"
+            "old one: call shard_head_by_section before making it, or leave it out and describe the optimizer in the "
+            "configuration"
         )

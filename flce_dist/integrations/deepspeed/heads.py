@@ -69,10 +69,12 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
     if wanted == "data":
         if data is None:
             raise ValueError(
-                f'{where}: "data" shards the head before deepspeed.initialize: call shard_head(model, config) before '
-                "it, or initialize of this module instead of it"
+                f'{where}: "data" shards the head before deepspeed.initialize: call '
+                "shard_head_by_section(model, config) before it, or initialize of this module instead of it"
             )
         return data
+    if data is not None:
+        raise ValueError(f'{where}: shard_head_by_section has sharded the head for "data", got {wanted!r}')
     if isinstance(head, TensorParallel_Layer) and collectives.world_size(head.mp_group) > 1:
         if type(head) not in (LinearLayer, VocabParallelLinear):
             raise ValueError(f"{where}: {type(head).__name__} does not shard the head's rows; expected a LinearLayer")
@@ -103,8 +105,7 @@ def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
 def _rows_of_this_rank(head: nn.Module, group: dist.ProcessGroup) -> Layout:
     weight: Any = head.weight
     rows = getattr(weight, "ds_shape", weight.shape)[0]
-    counts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(counts, rows, group=group)
+    counts = collectives.all_gather_object(rows, group)
     rank = dist.get_rank(group)
     start = sum(counts[:rank])
     mark_tensor_parallel(head)
@@ -118,7 +119,7 @@ def mark_tensor_parallel(head: nn.Module) -> None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
+def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> None:
     """Shards the head over the data-parallel ranks, once, when the section says `"vocab_parallel": "data"`. Each keeps
     `ceil(V / W)` rows (the last are padding) and their gradient and optimizer state; they are never gathered.
 
@@ -133,8 +134,8 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
     [1] Rajbhandari et al., DeepSpeed-MoE (2022); deepspeed/module_inject/auto_ep_layer.py.
 
     Raises:
-        TypeError, ValueError: the section is wrong, the head is no plain `nn.Linear`, it is tied, or model parallelism
-            is on.
+        TypeError, ValueError: the section is wrong, the head is no plain `nn.Linear` or has another forward, it is
+            tied, or model parallelism is on.
     """
     from deepspeed.utils import groups
 
@@ -148,6 +149,11 @@ def shard_head(model: nn.Module, config: Mapping[str, Any] | str) -> None:
         return
     if type(head) is not nn.Linear:
         raise TypeError(f'{where}: "data" shards an nn.Linear, and the head is a {type(head).__name__}')
+    if "forward" in vars(head):
+        raise TypeError(
+            f'{where}: "data" replaces the forward of the head, which has another than its class (from attach_loss?): '
+            "take it off (detach_loss, del head.forward)"
+        )
     shared = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
     if len(shared) > 1:
         raise ValueError(f'{where}: "data" cannot shard a tied weight ({" is ".join(shared)}); untie it or use "none"')

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...options import LossOptionsDict
 from .engine import initialize
-from .heads import shard_head
+from .heads import shard_head_by_section
 from .section import section_or_warning, tensor_ranks
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ def attach_to_accelerator(accelerator: Accelerator) -> None:
     """Engines that `accelerator.prepare` makes have the loss that the configuration of its `DeepSpeedPlugin` describes.
     Call it before `prepare`. Without a section there is a warning.
 
-    With `"vocab_parallel": "data"` and a model built under `deepspeed.zero.Init` also call `shard_head(model, config)`
-    before the optimizer is made.
+    With `"vocab_parallel": "data"` and a model built under `deepspeed.zero.Init` also call
+    `shard_head_by_section(model, config)` before the optimizer is made.
 
     Raises:
         TypeError, ValueError: the accelerator has no DeepSpeed plugin, or the section is wrong. `prepare` raises as
@@ -62,11 +62,15 @@ def attach_to_trainer(trainer: Trainer) -> None:
                 f"{section.where}.vocab_parallel: a {type(trainer).__name__} computes its loss from a whole head; only "
                 '"none" without tensor parallelism is possible'
             )
+        if section.head is not None:
+            raise ValueError(
+                f"{section.where}.head: a {type(trainer).__name__} uses the model's output embeddings: leave it out"
+            )
         apply_checked(trainer, (), False, cast(LossOptionsDict, section.options))
         return
-    check_settings(trainer)
+    check_settings(trainer, shared_head=section.vocab_parallel == "data")
     if section.vocab_parallel == "data":
-        shard_head(trainer.model, config)  # now, because train() makes the optimizer before the engine
+        shard_head_by_section(trainer.model, config)  # now, because train() makes the optimizer before the engine
     attach_to_accelerator(trainer.accelerator)
     count_exactly(trainer)
 

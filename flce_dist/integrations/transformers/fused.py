@@ -9,6 +9,14 @@ What the model does with logits in between (softcap, factors) happens to that te
 but a probe, of one sign in one call and of the other in the next: the value that arrives at the loss function is
 compared with what the declared transformation makes of the probe. The gradient of the loss flows through the tensor;
 its value travels beside it. And it is a `StandIn`, which raises when the model uses it for anything else.
+
+A forward with labels, in order, and what each step leaves in `FusedLoss.call` (a `_Call`):
+
+    model_forward    makes the call: labels, target, probe; runs the model's own forward
+    head_forward     computes the loss (output); returns the probe, with the loss's gradient (node)
+    keep_returned    a hook of the head behind all others: what its module returned (returned)
+    loss_function    compares what became of that with what was declared (received, delivered); returns the loss
+    model_forward    takes the call away, and leaves its output and target in the handle
 """
 
 from __future__ import annotations
@@ -122,7 +130,7 @@ class FusedLoss:
             _restore(head, mine.own_forward, mine.plain_forward)
             heads.take_loss(head)
         if self.sharded_here:
-            heads.unshard_head(self.model, self.heads[0].module)
+            heads.to_linear_head(self.model, self.heads[0].module)
         del self.model._loss_function
         delattr(self.model, ATTRIBUTE)
         _restore(self.model, self.own_forward, self.plain_forward)

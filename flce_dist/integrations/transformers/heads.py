@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ...attach import attach_loss, detach_loss
+from ... import collectives
+from ...attach import attach_loss, detach_loss, has_loss
 from ...head import VocabParallelHead
-from ...options import LossOptionsDict
+from ...options import LossOptions, LossOptionsDict
+from ...shard import VocabShard
 from .verify import is_of_framework
 
 _FORMER = "_flce_former_options"
@@ -77,7 +79,10 @@ def check_forward(head: nn.Module) -> None:
     """
     Raises:
         TypeError: somebody put a forward of his own in the place of the head's.
+        ValueError: it was given a loss by `attach_loss`.
     """
+    if has_loss(head):
+        raise ValueError(f"the head ({type(head).__name__}) has a loss already, from attach_loss: detach_loss first")
     own = vars(head)
     for name in ("forward", "_old_forward") if "_hf_hook" in own else ("forward",):  # accelerate's keeps the other
         forward = own.get(name)
@@ -88,6 +93,42 @@ def check_forward(head: nn.Module) -> None:
             f"{getattr(forward, '__qualname__', forward)}. What it computes would be left out of the loss. Take it off "
             "(del head.forward); a factor or a softcap belongs in the model's forward (logit_scale=, softcap=)"
         )
+
+
+def own_options(head: nn.Module) -> dict[str, Any]:
+    """What a `VocabParallelHead` computes, as far as it is not the default."""
+    if not isinstance(head, VocabParallelHead):
+        return {}
+    return {name: value for name in _OPTIONS if (value := getattr(head.options, name)) != getattr(LossOptions, name)}
+
+
+def check_arguments(
+    head: nn.Module,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    vocab_size: int | None,
+    vocab_shard: VocabShard | None,
+    hidden_layout: str | None,
+    hidden_grad_scale: float | None,
+) -> None:
+    """
+    Raises:
+        ValueError: `head` is a `VocabParallelHead` that was made with other values than these; None is no value.
+    """
+    if not isinstance(head, VocabParallelHead):
+        return
+    group = collectives.sharding_group(group.get_group() if isinstance(group, DeviceMesh) else group)
+    for name, given, own in (
+        ("group", group, head.group),
+        ("vocab_size", vocab_size, head.vocab_size),
+        ("vocab_shard", vocab_shard, head.shard),
+        ("hidden_layout", hidden_layout, head.hidden_layout),
+        ("hidden_grad_scale", hidden_grad_scale, head.hidden_grad_scale),
+    ):
+        if given is not None and given != own:
+            raise ValueError(
+                f"{name}: the head is a {type(head).__name__} that was made with {own}, and would ignore {given}: "
+                "leave it out here"
+            )
 
 
 def give_loss(head: nn.Module, group: dist.ProcessGroup | None, **arguments: Any) -> None:
@@ -123,7 +164,7 @@ def take_loss(head: nn.Module) -> None:
     delattr(head, _FORMER)
 
 
-def shard_head(
+def to_vocab_parallel_head(
     model: Any, linear: nn.Module, group: dist.ProcessGroup | DeviceMesh, **arguments: Any
 ) -> VocabParallelHead:
     """Puts a `VocabParallelHead` with this rank's rows in the place of the full head.
@@ -144,7 +185,7 @@ def shard_head(
 
 
 @torch.no_grad()
-def unshard_head(model: Any, head: VocabParallelHead) -> None:
+def to_linear_head(model: Any, head: VocabParallelHead) -> None:
     """Puts an `nn.Linear` with the gathered values in the place of the sharded head: one all-gather a parameter."""
 
     def full(parameter: nn.Parameter) -> nn.Parameter:

@@ -30,7 +30,7 @@ def apply(
     *,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
-    hidden_layout: str = "replicated",
+    hidden_layout: str | None = None,
     hidden_grad_scale: float | None = None,
     aux: Sequence[str] = (),
     eval_logits: bool = False,
@@ -38,6 +38,9 @@ def apply(
 ) -> FusedLoss:
     """Whenever `model` is called with `labels` (or `shift_labels`), its loss is computed in the head without logits, in
     training and in evaluation. Without labels, and in `generate`, it gives the logits it always gave.
+
+    A `VocabParallelHead` that the model has already keeps its group, layout and options; options given here are changed
+    in it, until `remove()`.
 
     Call it before DDP or FSDP wraps the model or after, after PEFT, and after `deepspeed.initialize` on its `module`.
 
@@ -48,7 +51,8 @@ def apply(
             (`vocab_size`, `vocab_shard`). A model that transformers loaded with `tp_size` brings its own. None: not
             sharded.
         vocab_size, vocab_shard: as `linear_cross_entropy` takes them, for a head that is sharded already.
-        hidden_layout: "sharded" when the ranks of `group` are data-parallel ranks, each with its own tokens.
+        hidden_layout: "sharded" when the ranks of `group` are data-parallel ranks, each with its own tokens. None:
+            "replicated".
         hidden_grad_scale: as in `linear_cross_entropy`. None: 1, and with "sharded" the number of ranks, for a body
             whose gradients are averaged over them (DDP, FSDP, ZeRO).
         aux: names of further outputs (the fields of `LossOutput`), left in the handle's `output` after each forward.
@@ -62,7 +66,8 @@ def apply(
     Raises:
         TypeError: the head is not linear, or has an adapter or a forward of its own; `model` is something else, or
             inside of a wrapper.
-        ValueError: an option is wrong, the model computes its loss in its own way, or has a fused loss already.
+        ValueError: an option is wrong, the model computes its loss in its own way, it or its head has a loss already,
+            or its `VocabParallelHead` was made with another group, layout or scale than given here.
 
     The model's forward raises UnsupportedForward, a RuntimeError, when the logits are changed after the head in a way
     that was not declared, when the head is called twice or not at all, and when what it was called with cannot be
@@ -71,18 +76,21 @@ def apply(
     _check_names(options)
     base: Any = base_model(model)
     _check_model(base)
+    found = heads.find_heads(base)
+    for head in found:
+        heads.check_forward(head)
+    options = {**heads.own_options(found[0]), **options}  # type: ignore[typeddict-item]
     after = after_head.declare(base, options)  # type: ignore[arg-type]
     checked = LossOptions(**options)
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
     if isinstance(aux, str) or not set(aux) <= set(AUX_NAMES):
         raise ValueError(f"aux must be a sequence of names among {', '.join(AUX_NAMES)}, got {aux!r}")
-    found = heads.find_heads(base)
-    for head in found:
-        heads.check_forward(head)
+    heads.check_arguments(found[0], group, vocab_size, vocab_shard, hidden_layout, hidden_grad_scale)
     place = group if group is not None else heads.tensor_parallel_group(base, found[0])
     group = place.get_group() if isinstance(place, DeviceMesh) else place
     size = collectives.world_size(group)
+    hidden_layout = "replicated" if hidden_layout is None else hidden_layout
     if hidden_grad_scale is None:
         hidden_grad_scale = float(size) if hidden_layout == "sharded" else 1.0
     where: dict[str, Any] = {"hidden_layout": hidden_layout, "hidden_grad_scale": hidden_grad_scale, **options}
@@ -92,7 +100,7 @@ def apply(
         if len(found) > 1:
             raise TypeError("a head that is trained beside an adapter (modules_to_save) cannot be sharded over a group")
         assert place is not None
-        found = [heads.shard_head(base, found[0], place, **where)]
+        found = [heads.to_vocab_parallel_head(base, found[0], place, **where)]
     for head in found:
         heads.give_loss(head, group, vocab_size=vocab_size, vocab_shard=vocab_shard, **where)
     layout = getattr(found[0], "hidden_layout", hidden_layout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from ...head import VocabParallelHead
 from ...options import LossOptionsDict
 from .fused import ATTRIBUTE, FusedLoss, base_model
 from .install import apply
@@ -31,28 +32,35 @@ def apply_to_trainer(
 
     Args:
         trainer: with its model, wrapped by PEFT or not.
-        aux, eval_logits, options: as in `apply`. There is no group: a Trainer gives each rank tokens of its own. For a
+        aux, eval_logits, options: as in `apply`; an `SFTTrainer` makes the logits that its metrics need without being
+            asked. There is no group: a Trainer gives each rank tokens of its own. For a
             head that they share see `integrations.never_gathered.shard_head`.
 
     Raises:
         TypeError: a group is given.
-        ValueError: a setting needs logits, or gives the loss to someone else, or a DeepSpeed configuration describes
-            another; the message says what to do.
+        ValueError: a setting needs logits, or gives the loss to someone else, or a DeepSpeed configuration has a
+            section of this package, in either spelling; the message says what to do.
     """
+    from ..deepspeed.section import read_section  # imports no DeepSpeed
+
     if "group" in options:
         raise TypeError("apply_to_trainer takes no group: a Trainer gives each rank tokens of its own")
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    if plugin is not None and "flce_dist" in plugin.deepspeed_config:
+    section = None if plugin is None else read_section(plugin.deepspeed_config)
+    if section is not None:
+        # Not delegated: there is no handle before train() has made the engine.
         raise ValueError(
-            'the DeepSpeed configuration describes the loss in its section "flce_dist", which this would ignore: call '
-            "attach_to_trainer(trainer) of flce_dist.integrations.deepspeed instead, or take the section out"
+            f'the DeepSpeed configuration describes the loss in its section "{section.where}", which this would '
+            "ignore: call attach_to_trainer(trainer) of flce_dist.integrations.deepspeed instead, or take the section "
+            "out"
         )
     return apply_checked(trainer, aux, eval_logits, options)
 
 
 def apply_checked(trainer: Trainer, aux: Sequence[str], eval_logits: bool, options: LossOptionsDict) -> FusedLoss:
     """`apply_to_trainer`, wherever the options come from."""
-    check_settings(trainer, eval_logits=eval_logits)
+    sharded = any(isinstance(m, VocabParallelHead) and m.hidden_layout == "sharded" for m in trainer.model.modules())
+    check_settings(trainer, eval_logits=eval_logits, shared_head=sharded)
     if has_own_loss(trainer):
         handle = _apply_to_sft(trainer, aux, options)
     else:
@@ -66,8 +74,9 @@ def has_own_loss(trainer: Trainer) -> bool:
     return hasattr(trainer.args, "loss_type") and hasattr(trainer.args, "assistant_only_loss")
 
 
-def check_settings(trainer: Trainer, *, eval_logits: bool = False) -> None:
-    """Raises ValueError for what `apply_to_trainer` refuses, whatever the options of the loss."""
+def check_settings(trainer: Trainer, *, eval_logits: bool = False, shared_head: bool = False) -> None:
+    """Raises ValueError for what `apply_to_trainer` refuses, whatever the options of the loss. A `shared_head` is one
+    that data-parallel ranks share."""
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model in train(), without this loss: give the Trainer a model")
     args: Any = trainer.args
@@ -86,6 +95,11 @@ def check_settings(trainer: Trainer, *, eval_logits: bool = False) -> None:
         raise ValueError("compute_loss_func is given logits to compute the loss from: leave one of the two out")
     if args.use_liger_kernel:
         raise ValueError("use_liger_kernel replaces the model's forward and loss: set it to False")
+    if shared_head and args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False divides by each rank's own tokens, but a head that the ranks share "
+            "gives one loss: leave it True"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"the Trainer would use nn.DataParallel over {args.n_gpu} GPUs, whose replicas share one forward: start "
