@@ -21,9 +21,10 @@ from torch import Tensor
 
 from leave import exit_process
 from trainer.checkpoint import step_of
+from trainer.config import ignore_index
 from trainer.data import Batch, PackedSequences, TrainingBatches, evaluation_batches
 from trainer.export import save_pretrained
-from trainer.model import ignore_index, logits_facts
+from trainer.model import logits_facts
 from trainer.optim import learning_rate
 from trainer.parallel import Ranks, SetupError
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary

@@ -51,11 +51,6 @@ class LanguageModel(nn.Module):
         return self.causal_lm.get_output_embeddings()
 
 
-def ignore_index(config: Config) -> int:
-    """The target id that does not count."""
-    return loss_options(config.loss).ignore_index if isinstance(config.loss, Mapping) else -100
-
-
 def build_model(config: Config, tokens: TokenFiles, device: torch.device) -> LanguageModel:
     """The model on `device`. Equal on all ranks for one seed.
 
