@@ -117,7 +117,7 @@ def measure_shape(
     del inputs
     entries = prepare(args, problem, budgets)
     for entry in entries:
-        _guarded(entry, group, partial(_check, entry, problem, references, args.forward_only))
+        _guarded(entry, group, partial(_check, entry, problem, references))
         say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
     del references
     if args.graph:
@@ -171,7 +171,7 @@ def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], ar
     entry.step = partial(entry.program.run, args.forward_only)
 
 
-def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None, forward_only: bool) -> None:
+def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None) -> None:
     """The first calls: errors, then the extra peak once everything is compiled."""
     assert entry.step is not None
     expected = None if references is None or entry.method is None else references.of(entry.method)

@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 class Progress:
-    """A bar with loss, tokens/s and peak memory, or a line every `every` steps when stderr is not a terminal."""
+    """A bar with loss, tokens/s and peak memory, or a line at each update where stderr is no terminal."""
 
     def __init__(self, first: int, steps: int, enabled: bool):
         self.steps, self.enabled = steps, enabled
