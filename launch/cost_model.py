@@ -115,20 +115,15 @@ def measure(args: argparse.Namespace) -> bool:
     ranks = Ranks.start(args.device)
     on_gpu = args.device == "cuda"
     shapes = args.shapes or [workload.parse_shape(name) for name in (GPU_SHAPES if on_gpu else ["cpu"])]
-    first = ranks.rank == 0
     dtype, effort = (torch.bfloat16, Effort()) if on_gpu else (torch.float32, QUICK)
-    found = everything(shapes, args.ranks, ranks, dtype, effort, print if first else _silent)
-    if first:
+    found = everything(shapes, args.ranks, ranks, dtype, effort, ranks.say)
+    if ranks.rank == 0:
         facts = report.environment(ranks.device, ["cost_model.py", *sys.argv[1:]])
         named = [[shape.name, shape.num_tokens, shape.hidden_size, shape.vocab_size] for shape in shapes]
         args.costs.parent.mkdir(parents=True, exist_ok=True)
         args.costs.write_text(json.dumps({"environment": facts, "shapes": named} | found, indent=1) + "\n")
         print(f"wrote {args.costs}")
-    return first
-
-
-def _silent(*_: object) -> None:
-    pass
+    return ranks.rank == 0
 
 
 def parameters(costs: Costs, measurements: dict[str, Any]) -> str:

@@ -572,7 +572,7 @@ def test_trained_inputs_look_trained() -> None:
 
 def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
     args = parse_arguments([*QUICK, "--methods", names])
-    rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, False)
+    rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, lambda _: None)
     return [dataclasses.asdict(row) for row in rows]
 
 
@@ -599,7 +599,7 @@ def _sweep(ctx: Context, out: str) -> None:
     rows = []
     for shape, num_ranks, budgets in bench.cases(args, ranks):
         if ctx.rank < num_ranks:
-            rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, False)
+            rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, lambda _: None)
     if ctx.rank == 0:
         with contextlib.redirect_stdout(io.StringIO()):
             bench.finish(args, rows, report.environment(CPU, []))
@@ -621,7 +621,7 @@ def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
     options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        times = bench_fsdp_head.compare(options, CPU)
+        times = bench_fsdp_head.compare(options, Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group}))
     return [(name, len(seconds)) for name, seconds in times.items()], said.getvalue()
 
 
