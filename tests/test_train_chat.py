@@ -182,7 +182,9 @@ def pretrained(place: Workplace) -> Path:
     return place.here("pretrained", "train.steps=2", "train.eval_every=0", "output.export=true") / "model"
 
 
-def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(place: Workplace, pretrained: Path) -> None:
+def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(
+    place: Workplace, pretrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the fused loss, with ignored tokens left out before the first logit, and with all logits: the same."""
     from_export = [f"model.path={pretrained}", f"tokenizer.path={pretrained}", "model.config=null"]
     chats = [f"tokenizer.chat_template={TEMPLATE}", "data.messages_field=messages"]
@@ -193,6 +195,8 @@ def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(place: Workplace, 
         name: [record.get("loss", record.get("eval_loss")) for record in read_metrics(run / "metrics.jsonl")]
         for name, run in runs.items()
     }
+    said = capsys.readouterr().out
+    assert said.count("chunks of ") == said.count("those of tokens that are learned alone") == 1
     assert len(losses["torch"]) == 4
     assert losses["fused"] == pytest.approx(losses["torch"], rel=1e-5)
     assert losses["skip"] == pytest.approx(losses["torch"], rel=1e-5)
