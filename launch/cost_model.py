@@ -79,14 +79,18 @@ def main(arguments: Sequence[str]) -> int:
     itemsize = getattr(torch, measurements["dtype"]).itemsize
     shapes = args.shapes or [workload.Shape(*shape) for shape in measurements["shapes"]]
     print(parameters(costs, measurements))
+    ranks = args.ranks
+    if not costs.collectives and ranks != [1]:
+        print("measured without collectives, on one rank: nothing is predicted for more")
+        ranks = [1]
     for shape in shapes:
-        print(table(shape, costs, args.ranks, args.link or LINKS, itemsize))
+        print(table(shape, costs, ranks, args.link or LINKS, itemsize))
     if args.plot:
         predicted = {
             f"{shape.name}, {layout}": [
-                (ranks, predict(shape.num_tokens, shape.hidden_size, shape.vocab_size, ranks, costs, LINKS[0], layout,
-                                itemsize).efficiency or 0.0)
-                for ranks in args.ranks
+                (n, predict(shape.num_tokens, shape.hidden_size, shape.vocab_size, n, costs, LINKS[0], layout,
+                            itemsize).efficiency or 0.0)
+                for n in ranks
             ]
             for shape in shapes
             for layout in METHODS
@@ -171,7 +175,7 @@ def table(shape: workload.Shape, costs: Costs, ranks: Sequence[int], links: Sequ
     lines = [f"\n{shape}: predicted; columns from products to beside in ms", header]
     for link in links:
         for layout in ("replicated", "sharded"):
-            for num_ranks in ranks if costs.collectives else [n for n in ranks if n == 1]:
+            for num_ranks in ranks:
                 if num_ranks == 1 and (layout, link) != ("replicated", links[0]):
                     continue
                 found = predict(

@@ -580,6 +580,8 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
     ours = ["flce", "flce-narrow-reduce", "flce-sharded-tokens", "flce-none", "flce-entropy", *LOSSES]
     first, second = workers.run(2, _measure, ",".join([*ours, "eager", "loss_parallel"]))
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
+    errors = [{row["method"]: row["errors"] for row in rows} for rows in (first, second)]
+    assert errors[0] == errors[1], "those of all ranks' tokens, on all"
     found = {row["method"]: row for row in first}
     for name in ours:
         assert found[name]["status"] == "ok", found[name]["reason"]
@@ -650,6 +652,11 @@ def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPa
     assert [(line.what.strip(), line.failed) for line in lines] == [("c::bad", True), ("tests", True)]
     assert "code -11" in lines[1].detail
     assert "two.log" in lines[1].detail
+
+
+def test_gpu_check_shows_a_method_whose_floor_failed() -> None:
+    row = {"shape": "small", "label": "flce", "status": "ok", "ms": 1.0, "to_floor": None, "extra_peak_bytes": 2**20}
+    assert gpu_check._bench_line(row | {"errors": {}}).detail == "no floor, 1 MiB"
 
 
 def test_gpu_check_waits_for_nothing_without_end(
