@@ -111,7 +111,8 @@ class Trainer:
         memory = peak_memory(self.setup.device)
         for (step, _, _, lr), loss, norm in zip(self.pending, losses, norms, strict=True):
             if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss of step {step} is {loss}; the last checkpoint is from before it")
+                saved = "; the last checkpoint is from before it" if self.config.checkpoint.every else ""
+                raise FloatingPointError(f"the loss of step {step} is {loss}{saved}")
             if self.metrics is not None:
                 record = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
                 self.metrics.write(record | {"tokens_per_second": speed, "peak_memory_bytes": memory})
