@@ -28,7 +28,7 @@ from trainer.model import logits_facts
 from trainer.optim import learning_rate
 from trainer.parallel import Ranks, SetupError
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary
-from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, Setup, prepare
+from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, TOKENS, Setup, prepare
 
 
 class Trainer:
@@ -139,7 +139,7 @@ class Trainer:
     def finish(self) -> None:
         """Export, plot and sum up."""
         output, wanted = self.setup.output, self.config.output
-        files = [output / name for name in (CONFIG, METRICS)]
+        files = [output / name for name in (CONFIG, TOKENS, METRICS)]
         if wanted.export:
             state, tokenizer = self.setup.mode.whole_state(self.model), self.setup.tokens.tokenizer_folder
             files.append(save_pretrained(self.model, state, tokenizer, output / EXPORT, self.ranks))
