@@ -1,4 +1,4 @@
-# make train | test | test-all | lint | types
+# make train | test | test-all | lint | types | clean
 #
 # The first target that runs makes a virtual environment in $(VENV) with the tested versions (constraints.txt).
 # To use an environment you already have, with its own torch, name its bin folder; nothing is installed then:
@@ -47,5 +47,6 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	  --editable ".[train,test,hf,deepspeed]"
 	touch $@
 
+# What runs/ holds (checkpoints, exports) stays.
 clean:
-	rm -rf $(VENV) runs .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

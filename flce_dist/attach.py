@@ -103,6 +103,12 @@ def has_loss(head: nn.Module) -> bool:
     return hasattr(head, _ATTRIBUTE)
 
 
+def arguments_of(head: nn.Module) -> dict[str, Any]:
+    """`group`, `hidden_layout` … and the fields of `LossOptions` that `attach_loss` gave a head which has a loss."""
+    loss: HeadLoss = getattr(head, _ATTRIBUTE)
+    return dict(loss.arguments)
+
+
 def detach_loss(head: nn.Module) -> None:
     """Gives `head` the forward it had before `attach_loss`."""
     loss: HeadLoss = getattr(head, _ATTRIBUTE)

@@ -61,14 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         for shape, num_ranks, budgets in cases(args, ranks):
             if ranks.rank < num_ranks:
                 try:
-                    measured = measure_shape(
-                        args, shape, ranks.first(num_ranks), budgets, ranks.device, ranks.rank == 0
-                    )
+                    measured = measure_shape(args, shape, ranks.first(num_ranks), budgets, ranks.device, ranks.say)
                 except Exception as error:
                     # A shape that does not fit must not lose the others.
                     traceback.print_exc()
                     measured = [Row.of(shape, num_ranks, "all methods", status="failed", reason=_reason(error))]
-                    _collect(ranks.device)
+                    measure.free_memory(ranks.device)
                 rows += measured
                 if ranks.rank == 0:
                     write(args, rows, facts)  # now: what hangs later may be killed
@@ -103,11 +101,10 @@ def measure_shape(
     group: dist.ProcessGroup | None,
     budgets: list[str],
     device: torch.device,
-    speaks: bool,
+    say: Callable[[str], None],
 ) -> list[Row]:
     """All rows of a shape, the floor's first."""
-    say = print if speaks else _silent
-    say(f"# {shape}", flush=True)
+    say(f"# {shape}")
     inputs = workload.make_inputs(shape, DTYPES[args.dtype], device, args.data, args.ignored, args.seed)
     if group is not None:
         for tensor in inputs:  # torch.multinomial draws other targets on another GPU
@@ -117,8 +114,8 @@ def measure_shape(
     del inputs
     entries = prepare(args, problem, budgets)
     for entry in entries:
-        _guarded(entry, group, partial(_check, entry, problem, references, args.forward_only))
-        say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}", flush=True)
+        _guarded(entry, group, partial(_check, entry, problem, references))
+        say(f"  {entry.row.label}: {entry.row.status} {entry.row.reason}")
     del references
     if args.graph:
         entries += _graphs(entries, problem)
@@ -127,10 +124,10 @@ def measure_shape(
         for entry in entries:
             _guarded(entry, group, partial(_profile, entry, device))
             if entry.row.kernels:
-                say(f"\n{entry.row.label}\n{kernel_table.format_kernel_table(entry.row.kernels)}", flush=True)
+                say(f"\n{entry.row.label}\n{kernel_table.format_kernel_table(entry.row.kernels)}")
     rows = [entry.row for entry in entries]
     del entries, problem
-    _collect(device)
+    measure.free_memory(device)
     return rows
 
 
@@ -171,7 +168,7 @@ def _build(entry: Entry, problem: workload.Problem, chunking: dict[str, Any], ar
     entry.step = partial(entry.program.run, args.forward_only)
 
 
-def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None, forward_only: bool) -> None:
+def _check(entry: Entry, problem: workload.Problem, references: accuracy.References | None) -> None:
     """The first calls: errors, then the extra peak once everything is compiled."""
     assert entry.step is not None
     expected = None if references is None or entry.method is None else references.of(entry.method)
@@ -300,16 +297,6 @@ def _sizes(args: argparse.Namespace) -> str:
 
 def _mebibytes(text: str) -> str:
     return f"{parse_bytes('budget', text) / 2**20:g}MiB"
-
-
-def _silent(*_: object, **__: object) -> None:
-    pass
-
-
-def _collect(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_fsdp_head import DTYPES, Model, Variant, measure_in_turn, parse, say, start
-from benchmark.ranks import run_and_exit
+from bench_fsdp_head import DTYPES, Model, Variant, measure_in_turn, parse
+from benchmark.ranks import Ranks, run_and_exit
 
 VARIANTS = ("stock loss", "flce", "never gathered")
 
@@ -82,12 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     deepspeed.utils.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
-    device = start(options)
+    ranks = Ranks.start_several(options.device)
+    device = ranks.device
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    ranks = dist.get_world_size()
-    say(f"{ranks} x {name}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {options.dtype}")
-    say(f"{options.tokens:,} tokens a rank, H {options.hidden:,}, V {options.vocab:,}")
-    measure_in_turn([EngineVariant(name, options, device) for name in VARIANTS], options, device)
+    ranks.say(f"{ranks.size} x {name}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {options.dtype}")
+    ranks.say(f"{options.tokens:,} tokens a rank, H {options.hidden:,}, V {options.vocab:,}")
+    measure_in_turn([EngineVariant(name, options, device) for name in VARIANTS], options, ranks)
     return 0
 
 

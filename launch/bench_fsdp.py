@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
-from benchmark import measure
+from benchmark import measure, report
 from benchmark.ranks import Ranks, run_and_exit
 from benchmark.workload import Place
 from flce_dist.attach import attach_loss
@@ -170,7 +169,7 @@ def run(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
     for name, one_step in steps.items():
         setup, _, method = name.partition(":")
         base = f"{setup}:logits"
-        ratio = statistics.median(a / b for a, b in zip(by_name[name], by_name[base], strict=True))
+        ratio = report.median_ratio(by_name[name], by_name[base])
         difference = max(abs(a - b) for a, b in zip(curves[name], curves[base], strict=True))
         peak = measure.extra_peak(one_step, place)
         rows.append(Row(setup, method, 1e3 * statistics.median(by_name[name]), ratio, peak, curves[name], difference))
@@ -213,18 +212,14 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     args = parse_arguments(arguments)
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        print("bench_fsdp: start it with torchrun on two ranks or more", file=sys.stderr)
-        return 2
-    ranks = Ranks.start(args.device)
+    ranks = Ranks.start_several(args.device)
     group = ranks.first(ranks.size)
     assert group is not None
     rows = run(args, group, ranks.device)
-    if ranks.rank == 0:
-        print(table(rows))
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    ranks.say(table(rows))
+    if ranks.rank == 0 and args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return 0
 
 

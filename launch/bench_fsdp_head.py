@@ -11,7 +11,6 @@ optimizer state take on the fullest rank, "step" what a step takes beyond that.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmark import measure, report
-from benchmark.ranks import run_and_exit
-from benchmark.workload import Place
+from benchmark.ranks import Ranks, run_and_exit
 from flce_dist import VocabParallelHead
 from flce_dist.integrations.never_gathered import shard_head
 from flce_dist.options import LossOptionsDict
@@ -88,23 +86,21 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def measure_in_turn(
-    variants: Sequence[Variant], options: argparse.Namespace, device: torch.device
-) -> dict[str, list[float]]:
+def measure_in_turn(variants: Sequence[Variant], options: argparse.Namespace, ranks: Ranks) -> dict[str, list[float]]:
     """Measures the variants; rank 0 prints the table.
 
     Returns:
         Seconds of a step in each round, by variant.
     """
-    place = Place(device, dist.group.WORLD)
+    place = ranks.place
     times = measure.time_rounds([v.step for v in variants], place, options.rounds, options.round_seconds)
-    say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
+    ranks.say(f"{'head':<16} {'ms':>9} {'/first':>10} {'held MiB':>9} {'step MiB':>9}")
     for variant, seconds in zip(variants, times, strict=True):
         most = measure.largest([variant.held], place)[0]
-        held = f"{most / 2**20:.0f}" if device.type == "cuda" else "-"
+        held = f"{most / 2**20:.0f}" if ranks.device.type == "cuda" else "-"
         peak = measure.extra_peak(variant.step, place) / 2**20
         ratio = report.median_ratio(seconds, times[0])
-        say(f"{variant.name:<16} {1e3 * statistics.median(seconds):9.2f} {ratio:10.3f} {held:>9} {peak:9.0f}")
+        ranks.say(f"{variant.name:<16} {1e3 * statistics.median(seconds):9.2f} {ratio:10.3f} {held:>9} {peak:9.0f}")
     return {variant.name: seconds for variant, seconds in zip(variants, times, strict=True)}
 
 
@@ -121,37 +117,22 @@ def parse(arguments: Sequence[str], description: str | None = __doc__) -> argpar
     return parser.parse_args(arguments)
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
-def start(options: argparse.Namespace) -> torch.device:
-    """Joins the ranks that torchrun started; this one's device."""
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    return device
-
-
-def compare(options: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
-    """`measure_in_turn` of all variants on the ranks of the default group."""
-    ranks = dist.get_world_size()
+def compare(options: argparse.Namespace, ranks: Ranks) -> dict[str, list[float]]:
+    """`measure_in_turn` of all variants on all ranks."""
+    device, tokens = ranks.device, ranks.size * options.tokens
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    say(f"{ranks} x {name}, torch {torch.__version__}, {options.dtype}")
-    say(
+    ranks.say(f"{ranks.size} x {name}, torch {torch.__version__}, {options.dtype}")
+    ranks.say(
         f"{options.tokens:,} tokens a rank, H {options.hidden:,}, V {options.vocab:,}: hidden states of "
-        f"{ranks * options.tokens:,} tokens travel instead of {options.vocab:,} rows of the weight "
-        f"({ranks * options.tokens / options.vocab:.2f} of them)"
+        f"{tokens:,} tokens travel instead of {options.vocab:,} rows of the weight "
+        f"({tokens / options.vocab:.2f} of them)"
     )
-    return measure_in_turn([Variant(name, options, device) for name in VARIANTS], options, device)
+    return measure_in_turn([Variant(name, options, device) for name in VARIANTS], options, ranks)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    compare(options, start(options))
+    compare(options, Ranks.start_several(options.device))
     return 0
 
 

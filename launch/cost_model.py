@@ -79,14 +79,18 @@ def main(arguments: Sequence[str]) -> int:
     itemsize = getattr(torch, measurements["dtype"]).itemsize
     shapes = args.shapes or [workload.Shape(*shape) for shape in measurements["shapes"]]
     print(parameters(costs, measurements))
+    ranks = args.ranks
+    if not costs.collectives and ranks != [1]:
+        print("measured without collectives, on one rank: nothing is predicted for more")
+        ranks = [1]
     for shape in shapes:
-        print(table(shape, costs, args.ranks, args.link or LINKS, itemsize))
+        print(table(shape, costs, ranks, args.link or LINKS, itemsize))
     if args.plot:
         predicted = {
             f"{shape.name}, {layout}": [
-                (ranks, predict(shape.num_tokens, shape.hidden_size, shape.vocab_size, ranks, costs, LINKS[0], layout,
-                                itemsize).efficiency or 0.0)
-                for ranks in args.ranks
+                (n, predict(shape.num_tokens, shape.hidden_size, shape.vocab_size, n, costs, LINKS[0], layout,
+                            itemsize).efficiency or 0.0)
+                for n in ranks
             ]
             for shape in shapes
             for layout in METHODS
@@ -115,20 +119,15 @@ def measure(args: argparse.Namespace) -> bool:
     ranks = Ranks.start(args.device)
     on_gpu = args.device == "cuda"
     shapes = args.shapes or [workload.parse_shape(name) for name in (GPU_SHAPES if on_gpu else ["cpu"])]
-    first = ranks.rank == 0
     dtype, effort = (torch.bfloat16, Effort()) if on_gpu else (torch.float32, QUICK)
-    found = everything(shapes, args.ranks, ranks, dtype, effort, print if first else _silent)
-    if first:
+    found = everything(shapes, args.ranks, ranks, dtype, effort, ranks.say)
+    if ranks.rank == 0:
         facts = report.environment(ranks.device, ["cost_model.py", *sys.argv[1:]])
         named = [[shape.name, shape.num_tokens, shape.hidden_size, shape.vocab_size] for shape in shapes]
         args.costs.parent.mkdir(parents=True, exist_ok=True)
         args.costs.write_text(json.dumps({"environment": facts, "shapes": named} | found, indent=1) + "\n")
         print(f"wrote {args.costs}")
-    return first
-
-
-def _silent(*_: object) -> None:
-    pass
+    return ranks.rank == 0
 
 
 def parameters(costs: Costs, measurements: dict[str, Any]) -> str:
@@ -176,7 +175,7 @@ def table(shape: workload.Shape, costs: Costs, ranks: Sequence[int], links: Sequ
     lines = [f"\n{shape}: predicted; columns from products to beside in ms", header]
     for link in links:
         for layout in ("replicated", "sharded"):
-            for num_ranks in ranks if costs.collectives else [n for n in ranks if n == 1]:
+            for num_ranks in ranks:
                 if num_ranks == 1 and (layout, link) != ("replicated", links[0]):
                     continue
                 found = predict(

@@ -175,7 +175,7 @@ def _bench_line(row: dict[str, Any]) -> Line:
     what = f"  {row['shape']}: {row['label']}"
     if row["status"] != "ok":
         return Line(what, row["status"].upper(), row["reason"], row["status"] == "failed")
-    detail = f"{row['to_floor']:.3f} x floor"
+    detail = "no floor" if row["to_floor"] is None else f"{row['to_floor']:.3f} x floor"
     if row["extra_peak_bytes"] is not None:
         detail += f", {row['extra_peak_bytes'] / 2**20:.0f} MiB"
     if "hidden_error" in row["errors"]:

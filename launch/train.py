@@ -21,13 +21,14 @@ from torch import Tensor
 
 from leave import exit_process
 from trainer.checkpoint import step_of
+from trainer.config import ignore_index
 from trainer.data import Batch, PackedSequences, TrainingBatches, evaluation_batches
 from trainer.export import save_pretrained
-from trainer.model import ignore_index, logits_facts
+from trainer.model import logits_facts
 from trainer.optim import learning_rate
 from trainer.parallel import Ranks, SetupError
 from trainer.report import METRICS, Clock, Metrics, Progress, peak_memory, plot_curves, summary
-from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, Setup, prepare
+from trainer.setup import CHECKPOINTS, CONFIG, EXPORT, PLOT, TENSORBOARD, TOKENS, Setup, prepare
 
 
 class Trainer:
@@ -110,7 +111,8 @@ class Trainer:
         memory = peak_memory(self.setup.device)
         for (step, _, _, lr), loss, norm in zip(self.pending, losses, norms, strict=True):
             if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss of step {step} is {loss}; the last checkpoint is from before it")
+                saved = "; the last checkpoint is from before it" if self.config.checkpoint.every else ""
+                raise FloatingPointError(f"the loss of step {step} is {loss}{saved}")
             if self.metrics is not None:
                 record = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
                 self.metrics.write(record | {"tokens_per_second": speed, "peak_memory_bytes": memory})
@@ -137,7 +139,7 @@ class Trainer:
     def finish(self) -> None:
         """Export, plot and sum up."""
         output, wanted = self.setup.output, self.config.output
-        files = [output / name for name in (CONFIG, METRICS)]
+        files = [output / name for name in (CONFIG, TOKENS, METRICS)]
         if wanted.export:
             state, tokenizer = self.setup.mode.whole_state(self.model), self.setup.tokens.tokenizer_folder
             files.append(save_pretrained(self.model, state, tokenizer, output / EXPORT, self.ranks))

@@ -572,7 +572,7 @@ def test_trained_inputs_look_trained() -> None:
 
 def _measure(ctx: Context, names: str) -> list[dict[str, Any]]:
     args = parse_arguments([*QUICK, "--methods", names])
-    rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, False)
+    rows = bench.measure_shape(args, TINY, ctx.group, ["8KiB"], CPU, lambda _: None)
     return [dataclasses.asdict(row) for row in rows]
 
 
@@ -580,6 +580,8 @@ def test_sharded_methods_on_two_ranks(workers: Pool) -> None:
     ours = ["flce", "flce-narrow-reduce", "flce-sharded-tokens", "flce-none", "flce-entropy", *LOSSES]
     first, second = workers.run(2, _measure, ",".join([*ours, "eager", "loss_parallel"]))
     assert [row["seconds"] for row in first] == [row["seconds"] for row in second], "the slowest rank's time, on all"
+    errors = [{row["method"]: row["errors"] for row in rows} for rows in (first, second)]
+    assert errors[0] == errors[1], "those of all ranks' tokens, on all"
     found = {row["method"]: row for row in first}
     for name in ours:
         assert found[name]["status"] == "ok", found[name]["reason"]
@@ -599,7 +601,7 @@ def _sweep(ctx: Context, out: str) -> None:
     rows = []
     for shape, num_ranks, budgets in bench.cases(args, ranks):
         if ctx.rank < num_ranks:
-            rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, False)
+            rows += bench.measure_shape(args, shape, ranks.first(num_ranks), budgets, CPU, lambda _: None)
     if ctx.rank == 0:
         with contextlib.redirect_stdout(io.StringIO()):
             bench.finish(args, rows, report.environment(CPU, []))
@@ -621,7 +623,7 @@ def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
     options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        times = bench_fsdp_head.compare(options, CPU)
+        times = bench_fsdp_head.compare(options, Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group}))
     return [(name, len(seconds)) for name, seconds in times.items()], said.getvalue()
 
 
@@ -650,6 +652,11 @@ def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPa
     assert [(line.what.strip(), line.failed) for line in lines] == [("c::bad", True), ("tests", True)]
     assert "code -11" in lines[1].detail
     assert "two.log" in lines[1].detail
+
+
+def test_gpu_check_shows_a_method_whose_floor_failed() -> None:
+    row = {"shape": "small", "label": "flce", "status": "ok", "ms": 1.0, "to_floor": None, "extra_peak_bytes": 2**20}
+    assert gpu_check._bench_line(row | {"errors": {}}).detail == "no floor, 1 MiB"
 
 
 def test_gpu_check_waits_for_nothing_without_end(

@@ -1,8 +1,12 @@
 """launch/bench_fsdp.py on the CPU."""
 
+from typing import Any
+
+import pytest
 import torch
 
 import bench_fsdp
+import bench_fsdp_head
 from tests.kit.workers import Context, Pool
 
 TINY = [
@@ -45,6 +49,9 @@ def test_a_setup_brings_its_baseline() -> None:
     assert args.methods == ["tensor:logits", "tensor:flce"]
 
 
-def test_one_process_is_told_to_start_two(capsys) -> None:  # type: ignore[no-untyped-def]
-    assert bench_fsdp.main(["--device", "cpu"]) == 2
+@pytest.mark.parametrize("main", [bench_fsdp.main, bench_fsdp_head.main])
+def test_one_process_is_told_to_start_two(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--device", "cpu"])
+    assert stop.value.code == 2
     assert "torchrun" in capsys.readouterr().err

@@ -242,6 +242,16 @@ def test_a_plot_of_predicted_and_measured_efficiencies(tmp_path: Path) -> None:
     assert plot.stat().st_size > 5000
 
 
+def test_a_plot_from_one_rank_has_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    alone, plot = tmp_path / "costs.json", tmp_path / "plot.png"
+    content = json.loads(DOCUMENTED.read_text())
+    alone.write_text(json.dumps(content | {"collectives": {}, "steps": []}))
+    assert cost_model.main(["--costs", str(alone), "--shapes", "llama3-8k", "--plot", str(plot)]) == 0
+    assert "nothing is predicted for more" in capsys.readouterr().out
+    assert plot.stat().st_size > 5000
+
+
 def test_missing_measurements_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cost_model.main(["--costs", "nowhere.json"])

@@ -75,6 +75,12 @@ def test_make_targets_exist(page: Path) -> None:
     assert [name for name in named if name not in targets] == []
 
 
+def test_make_clean_keeps_the_runs() -> None:
+    (recipe,) = re.findall(r"^clean:\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert ".cache" in recipe.split()
+    assert "runs" not in recipe.split()
+
+
 def names_of_tests(path: Path) -> set[str]:
     """Names of the tests of a file, those of a class with its name before."""
     found = set()

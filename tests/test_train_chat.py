@@ -24,7 +24,7 @@ from trainer.corpus import read_corpus
 from trainer.data import PackedSequences
 from trainer.parallel import Ranks, SetupError
 from trainer.report import read_metrics
-from trainer.schema import Config, ConfigError, TokenizerConfig
+from trainer.schema import Config, ConfigError, TokenizerConfig, TrainConfig
 from trainer.setup import prepare
 from trainer.tokens import open_tokens, prepare_tokens
 
@@ -71,6 +71,24 @@ def test_answers_are_learned_and_nothing_else(tmp_path: Path) -> None:
     assert inputs.min() >= 0
     learned = np.where(ids < 0, -100, ids)[1:65].reshape(4, 16)
     assert np.array_equal(targets.numpy(), learned)
+
+
+def test_sequences_without_an_answer_are_refused(tmp_path: Path) -> None:
+    """A mean over no token cannot be taken: an evaluation would end the run in the middle."""
+    question = {"role": "user", "content": " ".join(map(str, range(100)))}
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"talk": [question, CHATS[0][-1]]}) + "\n")
+    settings = config(tmp_path, eval_paths=[str(tmp_path / "held_out.jsonl")])
+    folder = prepare_tokens(settings)
+    open_tokens(folder, settings)
+    few = dataclasses.replace(settings, train=TrainConfig(eval_every=1, eval_sequences=2))
+    with pytest.raises(ConfigError, match=r"^data\.eval_paths: none of the first 2 sequences .* holds a token that is"):
+        open_tokens(folder, few)
+    open_tokens(folder, dataclasses.replace(settings, train=TrainConfig(eval_every=1, eval_sequences=100)))
+    (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    silent = [[question, {"role": "assistant", "content": ""}]]
+    empty = config(tmp_path, silent, str(tmp_path / "bare.jinja"), holdout=0.0)
+    with pytest.raises(ConfigError, match=r"^data\.paths: no sequence holds a token that is learned"):
+        open_tokens(prepare_tokens(empty), empty)
 
 
 def test_jsonl_and_parquet_hold_the_same_conversations(tmp_path: Path) -> None:
@@ -164,7 +182,9 @@ def pretrained(place: Workplace) -> Path:
     return place.here("pretrained", "train.steps=2", "train.eval_every=0", "output.export=true") / "model"
 
 
-def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(place: Workplace, pretrained: Path) -> None:
+def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(
+    place: Workplace, pretrained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the fused loss, with ignored tokens left out before the first logit, and with all logits: the same."""
     from_export = [f"model.path={pretrained}", f"tokenizer.path={pretrained}", "model.config=null"]
     chats = [f"tokenizer.chat_template={TEMPLATE}", "data.messages_field=messages"]
@@ -175,6 +195,8 @@ def test_fine_tuning_goes_on_from_an_export_and_skips_prompts(place: Workplace, 
         name: [record.get("loss", record.get("eval_loss")) for record in read_metrics(run / "metrics.jsonl")]
         for name, run in runs.items()
     }
+    said = capsys.readouterr().out
+    assert said.count("chunks of ") == said.count("those of tokens that are learned alone") == 1
     assert len(losses["torch"]) == 4
     assert losses["fused"] == pytest.approx(losses["torch"], rel=1e-5)
     assert losses["skip"] == pytest.approx(losses["torch"], rel=1e-5)

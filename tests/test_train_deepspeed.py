@@ -225,6 +225,10 @@ def _refused(ctx: Context, arguments: list[str]) -> None:
         ({"train_batch_size": 16}, "train_batch_size: 16, but 8 by train.batch_size"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer: the trainer has it"),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+            "zero_optimization.compute_grad_norm: the trainer reports the norm",
+        ),
         ({"flce_dist": {"vocab_parallel": "data"}, "zero_optimization": True}, "flce_dist.vocab_parallel: "),
         ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size 3 does not divide 2 ranks"),
         ({"tensor_parallel": {"autotp_size": "2"}}, "tensor_parallel.autotp_size: expected an integer, got '2'"),

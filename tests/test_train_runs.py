@@ -102,6 +102,7 @@ def test_run_leaves_what_the_docs_list(two_ranks: Path) -> None:
 
     assert {path.name for path in two_ranks.iterdir()} == {
         "config.yaml",
+        "tokens.json",
         "metrics.jsonl",
         "tensorboard",
         "loss.png",
@@ -179,11 +180,27 @@ def test_earlier_run_is_neither_lost_nor_changed_silently(
         resume, "model.config.hidden_size=32"
     )
     assert "train.batch_size: the run to resume has 4, not 8" in refused(resume, "train.batch_size=8")
+    assert "train.steps: 59, but the run to resume has done 60" in refused(resume, "train.steps=59")
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
     place.here("replaced", "train.steps=2", "train.eval_every=0", "checkpoint.every=1")
     place.here("replaced", "train.steps=1", "train.eval_every=0", "output.overwrite=true")
     assert list(curve(place.folder / "replaced")) == [1]
     assert not (place.folder / "replaced" / "checkpoints").exists()
+
+
+def test_text_that_has_changed_is_not_resumed_on(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokenizer gives other ids to the words that the model knows."""
+    text = place.folder / "text.txt"
+    short = (f"data.paths={text}", "data.holdout=0", "train.steps=2", "train.eval_every=0", "checkpoint.every=1")
+    text.write_text((ROOT / "docs" / "design.md").read_text())
+    place.here("changed", *short)
+    resume = place.arguments("changed", *short, "checkpoint.resume=true", "train.steps=3")
+    text.write_text(text.read_text() + "another line\n" * 200)
+    assert train.main(resume) == 2
+    assert "train.py: data.paths: the training tokens are not those of the run" in capsys.readouterr().err
+    text.write_text((ROOT / "docs" / "design.md").read_text())
+    assert train.main(resume) == 0
+    assert list(curve(place.folder / "changed")) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist import collectives
+
 from .methods import Method, Program
 from .workload import IGNORE_INDEX, Problem, make_class_weight
 
@@ -92,22 +94,25 @@ class References:
 
 
 def errors(loss: Tensor, program: Program, expected: Reference, group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Relative errors: of the loss; of the hidden and weight gradients by Frobenius norm, over all ranks; median and
-    99th percentile over the rows of the hidden gradient (those of valid tokens)."""
+    """Relative errors: of the loss; of the hidden and weight gradients by Frobenius norm; median and 99th percentile
+    over the rows of the hidden gradient (those of valid tokens). All ranks call it, and all get those of all ranks."""
     found = {"loss_error": _relative(_sums(loss, expected.loss))}
     if program.hidden.grad is None or program.weight.grad is None:
         return found
     want = expected.hidden_grad[program.tokens]
     difference = program.hidden.grad.to(want.dtype) - want
     per_row = difference.norm(dim=1)[want.norm(dim=1) > 0] / want.norm(dim=1)[want.norm(dim=1) > 0]
+    token_group = None if program.tokens == slice(None) else group
+    if token_group is not None:
+        per_row = torch.cat(collectives.all_gather_object(per_row.cpu(), token_group))
     rows = per_row.sort().values
     for name, share in (("hidden_row_error_median", 0.5), ("hidden_row_error_p99", 0.99)):
         found[name] = rows[min(len(rows) - 1, int(share * len(rows)))].item() if len(rows) else 0.0
     hidden, weight = _sums(program.hidden.grad, want), _sums(program.weight.grad, expected.weight_grad)
     if group is not None:
         dist.all_reduce(weight, group=group)
-        if len(want) < len(expected.hidden_grad):
-            dist.all_reduce(hidden, group=group)
+    if token_group is not None:
+        dist.all_reduce(hidden, group=token_group)
     return found | {"hidden_error": _relative(hidden), "weight_error": _relative(weight)}
 
 

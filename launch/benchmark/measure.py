@@ -7,6 +7,7 @@ the result.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,13 @@ MAX_CALLS = 200
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """What nothing refers to any more, the caching allocator's blocks too."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def time_rounds(steps: Sequence[Step], place: Place, rounds: int, round_seconds: float) -> list[list[float]]:
@@ -50,7 +58,7 @@ def time_rounds(steps: Sequence[Step], place: Place, rounds: int, round_seconds:
 
 def _time_calls(step: Step, calls: int, place: Place) -> float:
     device = place.device
-    _align_ranks(place)
+    align_ranks(place)
     if device.type == "cuda":
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -65,7 +73,7 @@ def _time_calls(step: Step, calls: int, place: Place) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def _align_ranks(place: Place) -> None:
+def align_ranks(place: Place) -> None:
     """So that no rank's time holds another's delay from before."""
     synchronize(place.device)
     if place.group is not None:

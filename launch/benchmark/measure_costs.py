@@ -25,7 +25,7 @@ from flce_dist.kernels.spec import RowCoefficients, RowSpec, stats_dtype
 
 from . import floor, measure, methods, workload
 from .costs import LocalWork
-from .measure_links import WARM_UP_CALLS, Effort, beside, busy_work, collective_times, slowest
+from .measure_links import Effort, beside, busy_work, collective_times
 from .ranks import Ranks
 from .report import median_ratio
 from .workload import Shape
@@ -98,7 +98,7 @@ def stages(works: Sequence[LocalWork], dtype: torch.dtype, device: torch.device,
     """Median seconds of each stage of a chunk of each work. All take turns in each round: the clock drifts."""
     chunks = [Chunk(work, dtype, device) for work in works]
     for chunk in chunks:
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(measure.WARM_UP_CALLS):
             chunk.run(measure.Marks(device))
     measure.synchronize(device)
     busy = busy_work(device)
@@ -107,7 +107,7 @@ def stages(works: Sequence[LocalWork], dtype: torch.dtype, device: torch.device,
         busy()
         marks = [measure.Marks(device) for _ in chunks]
         for chunk, its_marks in zip(chunks, marks, strict=True):
-            for _ in range(WARM_UP_CALLS):
+            for _ in range(measure.WARM_UP_CALLS):
                 chunk.run(its_marks)
         for times, its_marks in zip(found, marks, strict=True):
             for name, value in its_marks.seconds():
@@ -166,7 +166,7 @@ def steps(
                 }
             )
         del problem, measured, floors, programs
-        _empty(device)
+        measure.free_memory(device)
     return found
 
 
@@ -187,11 +187,16 @@ def everything(
     say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """All measurements of `shapes` as the ranks of groups of `widths` see them."""
-    device, group = ranks.device, ranks.first(ranks.size)
+    place = ranks.place
+    device, group = place
     began = time.perf_counter()
 
     def told(what: str) -> None:
         say(f"{time.perf_counter() - began:6.1f} s  {what}")
+
+    def slowest(times: dict[str, float]) -> dict[str, float]:
+        """Of the ranks, which hold them in the same order."""
+        return dict(zip(times, measure.largest(list(times.values()), place), strict=True))
 
     found: dict[str, Any] = {"num_ranks": ranks.size, "dtype": str(dtype).removeprefix("torch."), "points": []}
     works = []
@@ -200,30 +205,21 @@ def everything(
             columns = VocabShard.even(shape.vocab_size, 0, width).num_columns
             works.append(LocalWork.planned(shape.num_tokens, shape.hidden_size, columns, dtype.itemsize, width))
     for work, times in zip(works, stages(works, dtype, device, effort.stage_rounds), strict=True):
-        # In one order on all ranks, so that the maxima belong together.
-        times = {name: slowest(times[name], group, device) for name in times}
-        found["points"].append(dataclasses.asdict(work) | {"seconds": times})
-    _empty(device)
+        found["points"].append(dataclasses.asdict(work) | {"seconds": slowest(times)})
+    measure.free_memory(device)
     told("stages")
-    found["host"] = {name: slowest(v, group, device) for name, v in host_times(group, device, dtype).items()}
+    found["host"] = slowest(host_times(group, device, dtype))
     told("host")
     if group is not None:
-        times_of = collective_times(group, device, effort)
         found["collectives"] = {
-            name: [[num_bytes, slowest(seconds, group, device)] for num_bytes, seconds in rows]
-            for name, rows in times_of.items()
+            name: [[num_bytes, measure.largest([seconds], place)[0]] for num_bytes, seconds in rows]
+            for name, rows in collective_times(place, effort).items()
         }
         told("collectives")
-        together = beside(group, device, dtype, effort)
-        found["beside"] = {name: slowest(value, group, device) for name, value in together.items()}
+        found["beside"] = slowest(beside(place, dtype, effort))
         told("a product beside collectives")
     found["steps"] = []
     for shape in shapes:
         found["steps"] += steps(shape, group, dtype, device, effort)
         told(f"steps of {shape}")
     return found
-
-
-def _empty(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from flce_dist import collectives
 
 from . import measure
+from .workload import Place
 
-WARM_UP_CALLS = 3
 MESSAGE_BYTES = tuple(2**power for power in range(16, 28))
 
 
@@ -43,8 +43,10 @@ def busy_work(device: torch.device) -> Callable[[], object]:
     return lambda: [x @ x for _ in range(4)]
 
 
-def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Effort) -> dict[str, list[list[float]]]:
+def collective_times(place: Place, effort: Effort) -> dict[str, list[list[float]]]:
     """`[bytes, seconds]` of each collective of the loop; bytes are those of the whole tensor."""
+    device, group = place
+    assert group is not None
     size = dist.get_world_size(group)
     busy = busy_work(device)
 
@@ -65,9 +67,9 @@ def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Eff
     for name, make in (("all_gather", gather), ("all_reduce", reduce), ("reduce_scatter", scatter)):
         for num_bytes in (n for n in MESSAGE_BYTES if n <= effort.most_bytes):
             call = make(num_bytes)
-            for _ in range(WARM_UP_CALLS):
+            for _ in range(measure.WARM_UP_CALLS):
                 call()
-            _align(group, device)
+            measure.align_ranks(place)
             busy()
             marks = measure.Marks(device)
             for _ in range(effort.calls + 1):
@@ -80,7 +82,7 @@ def collective_times(group: dist.ProcessGroup, device: torch.device, effort: Eff
     return found
 
 
-def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, effort: Effort) -> dict[str, float]:
+def beside(place: Place, dtype: torch.dtype, effort: Effort) -> dict[str, float]:
     """A product in two parts and an all-reduce that is issued before the first: as in the loop, it runs beside the
     second, because a product holds the GPU until its last tiles.
 
@@ -88,6 +90,8 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
     `collective_slower`: time of the all-reduce beside the product over that alone; on CPU it cannot be seen, and is
     left out.
     """
+    device, group = place
+    assert group is not None
     rows, width, columns = effort.beside
     grad = torch.randn(rows, columns, device=device, dtype=dtype)
     x = torch.randn(rows, width, device=device, dtype=dtype)
@@ -99,7 +103,7 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
 
     def run(reduced: bool, product: bool = True) -> tuple[float, float]:
         """Seconds of the product, and from its second part's begin to the all-reduce's end."""
-        _align(group, device)
+        measure.align_ranks(place)
         busy()
         marks, ends = measure.Marks(device), measure.Marks(device)
         marks.mark("")
@@ -117,7 +121,7 @@ def beside(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, e
         measure.synchronize(device)
         return next(marks.seconds())[1], next(ends.seconds())[1]
 
-    for _ in range(WARM_UP_CALLS):
+    for _ in range(measure.WARM_UP_CALLS):
         run(True)
     pairs = [(run(False), run(True), run(True, product=False)) for _ in range(effort.calls)]
     reduced_alone = statistics.median(alone for _, _, (_, alone) in pairs)
@@ -139,17 +143,3 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         return
     with torch.cuda.stream(stream):
         yield
-
-
-def _align(group: dist.ProcessGroup, device: torch.device) -> None:
-    measure.synchronize(device)
-    collectives.all_reduce_sum(torch.zeros(1, device=device), group)
-    measure.synchronize(device)
-
-
-def slowest(value: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    if group is None:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return tensor.item()

@@ -33,7 +33,6 @@ class Program:
         hidden, weight: leaves whose gradients a backward makes.
         tokens: which tokens of the problem `hidden` holds.
         around: what forward and backward run in.
-        hidden_grad_partial: whether `hidden.grad` is this rank's part of a sum that is left to the caller.
     """
 
     loss: Callable[[], Tensor]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from leave import exit_process
 
+from .workload import Place
+
 TIMEOUT = timedelta(minutes=3)
 """After which ranks that wait for one that failed alone give up."""
 
@@ -45,9 +47,28 @@ class Ranks:
                     groups[n] = group
         return cls(rank, size, device, groups)
 
+    @classmethod
+    def start_several(cls, device_type: str) -> Ranks:
+        """`start`; a process that is alone is ended with code 2."""
+        ranks = cls.start(device_type)
+        if ranks.size == 1:
+            print("start it with torchrun on two ranks or more", file=sys.stderr)
+            raise SystemExit(2)
+        return ranks
+
+    @property
+    def place(self) -> Place:
+        """That of all ranks."""
+        return Place(self.device, self.first(self.size))
+
     def first(self, num_ranks: int) -> dist.ProcessGroup | None:
         """The group of the first ranks; None for one."""
         return self.groups.get(num_ranks)
+
+    def say(self, text: str) -> None:
+        """Prints it, on the first rank."""
+        if self.rank == 0:
+            print(text, flush=True)
 
     def wait(self) -> None:
         if self.size > 1:

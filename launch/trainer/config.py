@@ -108,6 +108,11 @@ def loss_options(loss: Mapping[str, Any]) -> LossOptions:
     return options
 
 
+def ignore_index(config: Config) -> int:
+    """The target id that does not count."""
+    return loss_options(config.loss).ignore_index if isinstance(config.loss, Mapping) else -100
+
+
 def to_mapping(config: Config) -> dict[str, Any]:
     """Plain dicts, lists and scalars: what `from_mapping` reads back."""
     return _plain(dataclasses.asdict(config))

@@ -54,6 +54,8 @@ def complete_values(values: dict[str, Any], config: Config, data_ranks: int) -> 
     zero = values.get("zero_optimization")
     if not isinstance(zero, Mapping) or zero.get("stage", 0) == 0:
         raise refused(config, "zero_optimization.stage: 1, 2 or 3; what stage 0 does is parallel.mode data")
+    if zero.get("compute_grad_norm") is False:
+        raise refused(config, "zero_optimization.compute_grad_norm: the trainer reports the norm; leave it out")
     accumulation = config.train.accumulation
     batch = (config.train.batch_size, config.train.batch_size // accumulation // data_ranks, accumulation)
     for key, ours in zip(_BATCH, batch, strict=True):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from flce_dist import LossOptions, VocabParallelHead, VocabShard
+from flce_dist.attach import arguments_of
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_dtypes
 from flce_dist.integrations.transformers import apply
@@ -49,11 +50,6 @@ class LanguageModel(nn.Module):
     @property
     def head(self) -> nn.Module:
         return self.causal_lm.get_output_embeddings()
-
-
-def ignore_index(config: Config) -> int:
-    """The target id that does not count."""
-    return loss_options(config.loss).ignore_index if isinstance(config.loss, Mapping) else -100
 
 
 def build_model(config: Config, tokens: TokenFiles, device: torch.device) -> LanguageModel:
@@ -183,9 +179,11 @@ def logits_facts(config: Config, model: LanguageModel, tokens: int) -> dict[str,
     if isinstance(head, VocabParallelHead):
         group, layout, options = head.group, head.hidden_layout, head.options
     else:  # an nn.Linear, or DeepSpeed's
-        arguments = head._flce_loss.arguments
+        arguments = arguments_of(head)
         group, layout = arguments["group"], arguments["hidden_layout"]
         options = LossOptions(**{name: arguments[name] for name in LossOptions.__annotations__ if name in arguments})
+    if options.skip_ignored:
+        return facts | {"skip_ignored": 1}  # how many tokens are cut into chunks differs from batch to batch
     weight_dtype = DTYPES[config.train.dtype] if head.weight.dtype == torch.float32 else head.weight.dtype
     ranks = dist.get_world_size(group) if group is not None else 1
     columns = VocabShard.even(facts["vocab_size"], 0, ranks).num_columns

@@ -159,7 +159,8 @@ class ParallelMode:
         raise NotImplementedError
 
     def mean_loss(self, losses: Tensor) -> Tensor:
-        """The loss of the whole batch from this rank's, elementwise; of counts by `normalizer`, the count."""
+        """The loss of the whole batch from this rank's, elementwise. Of sums and of `normalizer`s alike: their ratio is
+        that of all ranks' sums and counts."""
         return losses
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 class Progress:
-    """A bar with loss, tokens/s and peak memory, or a line every `every` steps when stderr is not a terminal."""
+    """A bar with loss, tokens/s and peak memory, or a line at each update where stderr is no terminal."""
 
     def __init__(self, first: int, steps: int, enabled: bool):
         self.steps, self.enabled = steps, enabled
@@ -153,7 +153,8 @@ def summary(records: list[Record], facts: Record, files: list[Path]) -> str:
     Args:
         records: all metrics of the run.
         facts: `tokens` of one micro-step on one rank, `vocab_size`, and for the fused loss `chunk_rows`, `columns` and
-            `itemsize` of its logits buffer, and `loop_tokens`, the tokens that went through it.
+            `itemsize` of its logits buffer, and `loop_tokens`, the tokens that went through it; or `skip_ignored`,
+            where these vary.
         files: what the run wrote.
     """
     losses = [record["loss"] for record in records if "loss" in record]
@@ -170,6 +171,8 @@ def summary(records: list[Record], facts: Record, files: list[Path]) -> str:
             f"the loss held {human_bytes(chunk)} of them at a time: {chunks} chunks of {facts['chunk_rows']:,} tokens "
             f"x {facts['columns']:,} local entries"
         )
+    elif "skip_ignored" in facts:
+        lines.append("the loss made those of tokens that are learned alone, a chunk at a time")
     else:
         lines.append("loss: torch made them all")
     lines.append("files written:")

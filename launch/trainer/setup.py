@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from .checkpoint import check_resumable, complete, dotted
+from .checkpoint import check_resumable, complete, dotted, step_of
 from .config import load_config, to_mapping
 from .model import LanguageModel, build_model, give_loss
 from .modes import make_mode
@@ -21,6 +23,7 @@ from .schema import Config, ConfigError
 from .tokens import TokenFiles, open_tokens, prepare_tokens
 
 CONFIG, CHECKPOINTS, TENSORBOARD, EXPORT, PLOT = "config.yaml", "checkpoints", "tensorboard", "model", "loss.png"
+TOKENS = "tokens.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ def prepare(config_path: str, overrides: Sequence[str], ranks: Ranks) -> Setup:
         give_loss(config, model, mode.head_group, device)
     with ranks.agree():
         if ranks.is_main:
-            _make_output(config, fresh=resume_from is None)
+            if resume_from is not None:
+                _check_tokens(Path(config.output.dir), tokens)
+            _make_output(config, tokens, fresh=resume_from is None)
     return Setup(config, device, mode, tokens, model, resume_from)
 
 
@@ -81,6 +86,9 @@ def _earlier_run(config: Config) -> Path | None:
     checkpoints = complete(output / CHECKPOINTS)
     if resume and checkpoints:
         check_resumable(to_mapping(config), _earlier_config(output))
+        done = step_of(checkpoints[-1])
+        if done > config.train.steps:
+            raise ConfigError("train.steps", f"{config.train.steps}, but the run to resume has done {done}")
         return checkpoints[-1]
     written = [name for name in (CHECKPOINTS, TENSORBOARD, EXPORT, PLOT, METRICS) if (output / name).exists()]
     if written and not (output / METRICS).is_file():
@@ -113,7 +121,25 @@ def _earlier_config(output: Path) -> dict[str, Any]:
     return earlier
 
 
-def _make_output(config: Config, fresh: bool) -> None:
+def _check_tokens(output: Path, tokens: TokenFiles) -> None:
+    """Raises ConfigError: the run to resume was trained on others, although its settings are the same."""
+    try:
+        earlier = json.loads((output / TOKENS).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "checkpoint.resume", f"the earlier run's {output / TOKENS} cannot be read: {error}"
+        ) from error
+    if earlier != _fingerprint(tokens):
+        raise ConfigError(
+            "data.paths", "the training tokens are not those of the run to resume: its text or tokenizer has changed"
+        )
+
+
+def _fingerprint(tokens: TokenFiles) -> dict[str, int]:
+    return {"tokens": len(tokens.train), "crc32": zlib.crc32(tokens.train.data)}
+
+
+def _make_output(config: Config, tokens: TokenFiles, fresh: bool) -> None:
     output = Path(config.output.dir)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -122,6 +148,7 @@ def _make_output(config: Config, fresh: bool) -> None:
                 shutil.rmtree(output / name, ignore_errors=True)
             for name in (METRICS, PLOT):
                 (output / name).unlink(missing_ok=True)
+            (output / TOKENS).write_text(json.dumps(_fingerprint(tokens)) + "\n")
         # Renamed into place: a kill in the middle leaves no half of it.
         partial = output / f"{CONFIG}.partial"
         partial.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))

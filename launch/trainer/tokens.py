@@ -20,7 +20,9 @@ import transformers
 from numpy.typing import NDArray
 
 from . import chat
+from .config import ignore_index
 from .corpus import read_corpus
+from .data import PackedSequences, evaluation_batches
 from .schema import Config, ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -99,7 +101,7 @@ def prepare_tokens(config: Config) -> Path:
 
 
 def open_tokens(folder: Path, config: Config) -> TokenFiles:
-    """Map the cached files into memory. Raises ConfigError when they are too short for one sequence."""
+    """Map the cached files into memory. Raises ConfigError: too short for one sequence, or without a token to learn."""
     info = json.loads((folder / "info.json").read_text())
     files = TokenFiles(
         folder,
@@ -109,11 +111,23 @@ def open_tokens(folder: Path, config: Config) -> TokenFiles:
         np.load(folder / "eval.npy", mmap_mode="r"),
         info,
     )
-    for name, ids in (("data.paths", files.train), ("data.holdout", files.evaluation)):
-        needed = config.data.sequence_length + 1
-        if len(ids) < needed and (name == "data.paths" or config.train.eval_every):
-            raise ConfigError(name, f"{len(ids)} tokens are fewer than one sequence needs ({needed})")
+    _check_sequences(files, files.train, "data.paths", None, config)
+    if config.train.eval_every:
+        name = "data.eval_paths" if config.data.eval_paths else "data.holdout"
+        _check_sequences(files, files.evaluation, name, config.train.eval_sequences, config)
     return files
+
+
+def _check_sequences(files: TokenFiles, ids: NDArray[np.int32], key: str, most: int | None, config: Config) -> None:
+    """Raises ConfigError, unless the first `most` sequences (None: all) are one at least, with a token to learn."""
+    length = config.data.sequence_length
+    if len(ids) <= length:
+        raise ConfigError(key, f"{len(ids)} tokens are fewer than one sequence needs ({length + 1})")
+    data = PackedSequences(ids, length, files.separator, ignore_index(config))
+    batches = evaluation_batches(data, len(data) if most is None else most, 1, 0, 1)
+    if not any((targets != data.ignore_index).any() for _, targets in batches):
+        which = "no sequence" if most is None else f"none of the first {most} sequences (train.eval_sequences)"
+        raise ConfigError(key, f"{which} holds a token that is learned")
 
 
 def _key(config: Config, train: Iterable[str], held_out: Iterable[str]) -> str:
