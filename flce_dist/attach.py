@@ -11,10 +11,11 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .api import LossOutput, linear_cross_entropy
+from .api import linear_cross_entropy
 from .checks import checked_layout
 from .head import VocabParallelHead
 from .options import LossOptionsDict, checked_options, to_float
+from .outputs import LossOutput
 from .shard import VocabShard
 
 _ATTRIBUTE = "_flce_loss"

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
-from ..api import LossOutput, scale_gradient
+from ..api import scale_gradient
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict
+from ..outputs import LossOutput
 
 
 class NeverGatheredHead(VocabParallelHead):
