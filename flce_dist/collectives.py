@@ -8,10 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 # torch 2.13 renamed the two and deprecates the older names, which torch 2.11 knows alone.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Their results are where the caller wants them. A policy of selective activation checkpointing that keeps what was
+# communicated would call none in the recomputation, which would read memory that nobody has written.
+SAC_IGNORED_OPS.update(
+    getattr(torch.ops.c10d, name).default
+    for name in ("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allreduce_")
+)
 
 
 def world_size(group: dist.ProcessGroup | None) -> int:

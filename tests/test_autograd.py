@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flce_dist import linear_cross_entropy
 from tests.kit import compare, oracle
-from tests.kit.cases import Case, Inputs, loss_arguments, make_inputs, reference_of
+from tests.kit.cases import Case, Inputs, Result, judge, local_tokens, loss_arguments, make_inputs, reference_of
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -336,6 +336,35 @@ def test_checkpointed_by_a_policy_that_keeps_products(reduction: str, chunk_rows
     expected = reference_of(case)
     compare.assert_close(full.hidden.grad, expected.hidden_grad, 1e-5, "hidden gradient")
     compare.assert_close(full.weight.grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
+def keep_what_is_communicated(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "c10d" in op.name() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpointed(ctx: Context, case: Case) -> Result:
+    (hidden, weight, target), keywords = loss_arguments(case, ctx.rank, ctx.group)
+
+    def block(hidden: Tensor) -> Tensor:
+        loss = linear_cross_entropy(hidden, weight, target, **keywords)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    contexts = partial(create_selective_checkpoint_contexts, keep_what_is_communicated)
+    loss = checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
+    upstream = make_inputs(case).upstream
+    loss.backward(upstream[local_tokens(case, ctx.rank)] if case.reduction == "none" else upstream)
+    return Result(loss.detach(), hidden.grad, weight.grad, None, {})
+
+
+@pytest.mark.parametrize("tokens", [None, (6, 7)])
+@pytest.mark.parametrize(("reduction", "backward"), [("none", "auto"), ("sum", "recompute"), ("mean", "auto")])
+def test_checkpointed_by_a_policy_that_keeps_what_is_communicated(
+    reduction: str, backward: str, tokens: tuple[int, int] | None, workers: Pool
+) -> None:
+    """Collectives write where they are told to: left out in the recomputation, it would read unwritten memory."""
+    case = Case(world=2, reduction=reduction, tokens=tokens, chunk_rows=4, options=(("backward", backward),))
+    judge(case, workers.run(2, _checkpointed, case))
 
 
 LAYOUTS = ("transposed", "sliced", "expanded", "strided", "negative_bit", "column", "last", "one column", "one value")
