@@ -116,8 +116,11 @@ class LossOptions:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.z_loss < 0.0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
-        if self.softcap is not None and self.softcap <= 0.0:
-            raise ValueError(f"softcap must be positive (None switches it off), got {self.softcap}")
+        # The row kernels divide by it in float32, where a smaller number is 0 or has few digits.
+        if self.softcap is not None and self.softcap < torch.finfo(torch.float32).tiny:
+            raise ValueError(
+                f"softcap must be positive, a normal number of float32 (None switches it off), got {self.softcap}"
+            )
         if self.chunk_rows is not None and self.chunk_rows < 1:
             raise ValueError(f"chunk_rows must be at least 1, got {self.chunk_rows}")
         if self.budget_bytes is not None and self.budget_bytes < 1:

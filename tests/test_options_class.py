@@ -53,6 +53,8 @@ BAD = [
     ("skip_ignored", "yes", TypeError),
     ("softcap", 0.0, ValueError),
     ("softcap", -30.0, ValueError),
+    ("softcap", 1e-46, ValueError),
+    ("softcap", 1e-40, ValueError),
     ("softcap", "30", TypeError),
     ("softcap", float("nan"), ValueError),
     ("logit_scale", float("nan"), ValueError),

@@ -29,6 +29,13 @@ FLAGS: dict[str, Any] = {
 }
 
 
+SATURATED: dict[str, Any] = dict.fromkeys(
+    ("uniform", "argmax", "entropy", "token_scaling", "column_weight", "square"), False
+)
+SATURATED |= {"columns": 600, "softcap": 2.0, "dtype": torch.float64, "special": "saturated"}
+"""Capped logits at which exp(-2 * logit / softcap) is subnormal, which only float64 tells from 0."""
+
+
 def allowed(row: dict[str, Any]) -> bool:
     return row["uniform"] or not row["column_weight"]
 
@@ -48,6 +55,8 @@ def _inputs(row: dict[str, Any]) -> dict[str, Any]:
         values[1] = -math.inf
     elif row["special"] == "ties":
         values = values.sign()
+    elif row["special"] == "saturated":
+        values = values.sign() * torch.linspace(650.0, 800.0, columns, dtype=torch.float64)
     logits = logits_buffer(rows, columns, dtype, torch.device("cpu"))
     # What lies behind the columns must not matter.
     whole = torch.as_strided(logits, (rows, logits.stride(0)), logits.stride())
@@ -146,7 +155,7 @@ def _run(_: Context, row: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("row", all_pairs(FLAGS, allowed), ids=case_id)
+@pytest.mark.parametrize("row", [*all_pairs(FLAGS, allowed), SATURATED], ids=case_id)
 def test_statistics_and_gradients(row: dict[str, Any], interpreted_workers: Pool) -> None:
     got = interpreted_workers.run(1, _run, row)[0]
     i = _inputs(row)

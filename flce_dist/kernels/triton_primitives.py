@@ -22,9 +22,11 @@ def tanh(x):
     # No tanh that both the GPU and the interpreter know. Near 0 the exponential forms lose digits.
     u = tl.exp(-2.0 * tl.abs(x))
     if x.dtype == tl.float64:
-        # expm1(y) = (u - 1) * y / log(u) with u = exp(y), where rounding errors of u cancel (Kahan).
-        near = (u - 1.0) * (-2.0 * tl.abs(x)) / tl.log(tl.where((u == 1.0) | (u == 0.0), 0.5, u))
-        expm1 = tl.where(u == 1.0, -2.0 * tl.abs(x), tl.where(u == 0.0, -1.0, near))
+        # expm1(y) = (u - 1) * y / log(u) with u = exp(y), where rounding errors of u cancel (Kahan), but not
+        # those of a subnormal u, whose logarithm may have 3 right digits. Where 1 - u is 1, so is the result.
+        gone = u < 1e-17
+        near = (u - 1.0) * (-2.0 * tl.abs(x)) / tl.log(tl.where((u == 1.0) | gone, 0.5, u))
+        expm1 = tl.where(u == 1.0, -2.0 * tl.abs(x), tl.where(gone, -1.0, near))
         magnitude = -expm1 / (2.0 + expm1)
         return tl.where(x < 0.0, -magnitude, magnitude)
     else:
