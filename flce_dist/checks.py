@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -169,6 +169,18 @@ def _left_by(weight: Tensor) -> str:
     if weight.dim() == 1 or weight.numel() == 0:
         return f": a flat or empty weight is what FSDP and DeepSpeed ZeRO-3 leave behind; {_REMEDY}"
     return ""
+
+
+def check_own_forward(head: nn.Module, name: str) -> None:
+    """
+    Raises:
+        TypeError: a head that is to be replaced, or to get another forward, has one that is not its class's.
+    """
+    if "forward" in vars(head):
+        raise TypeError(
+            f"{name} has another forward than its class, set on the instance (by attach_loss?), which would be lost: "
+            "take it off (detach_loss, del head.forward), and give its options here"
+        )
 
 
 def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, explicit: bool) -> None:

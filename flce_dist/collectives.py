@@ -1,4 +1,4 @@
-"""Every collective of the package, each with an explicit group. None is called for a single rank (`group=None`)."""
+"""The collectives called by name, each with an explicit group; none for a single rank (`group=None`)."""
 
 from __future__ import annotations
 

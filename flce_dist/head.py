@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import linear_cross_entropy
-from .checks import checked_count, checked_layout
+from .checks import check_own_forward, checked_count, checked_layout
 from .options import LossOptions, LossOptionsDict, options_of, to_float
 from .outputs import LossOutput
 from .shard import VocabShard
@@ -170,12 +170,13 @@ class VocabParallelHead(_LossModule):
         rank the head keeps the very Parameter, so that a tie with the embedding holds.
 
         Raises:
-            TypeError: `linear` is no plain `nn.Linear`, for example an adapter around one.
+            TypeError: `linear` is no plain `nn.Linear`, for example an adapter around one, or its forward was replaced.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
                 f"expected an nn.Linear, got {type(linear).__name__}: what else it computes would be left out"
             )
+        check_own_forward(linear, "the linear layer")
         head = cls(
             linear.in_features, linear.out_features, group, linear.bias is not None, hidden_layout=hidden_layout,
             hidden_grad_scale=hidden_grad_scale, device="meta", dtype=linear.weight.dtype, **options,

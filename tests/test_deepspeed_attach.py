@@ -127,7 +127,7 @@ def _refused(ctx: Context, cell: Cell, kind: str) -> None:
         (Cell(section={"vocab_parallel": "tensor"}), "", "flce_dist.vocab_parallel: .*autotp_size"),
         (Cell(3, tied=True, section=DATA), "", "flce_dist.vocab_parallel: .*tied.*embed.weight is lm_head.weight"),
         (Cell(3, section=DATA), "bilinear", "flce_dist.vocab_parallel: .*nn.Linear.*Bilinear"),
-        (Cell(3, section=DATA), "scaled", "flce_dist.vocab_parallel: .*another than its class"),
+        (Cell(3, section=DATA), "scaled", "flce_dist.vocab_parallel: .*another forward than its class"),
         (Cell(), "own loss", "flce_dist: the head is a VocabParallelHead, which computes a loss of its own options"),
         (Cell(llama=True), "own loss", "flce_dist: the head is a VocabParallelHead"),
         (Cell(2, section=DATA), "", "flce_dist.vocab_parallel: .*stage 3, got 2"),

@@ -340,7 +340,7 @@ def _wrong(ctx: Context, what: str) -> None:
     [
         ("embedding", "TypeError", "nn.Linear"),
         ("options of a module", "ValueError", "has its own options"),
-        ("a loss already", "ValueError", "another than its class"),
+        ("a loss already", "TypeError", "another forward than its class"),
         ("sharded hidden, replicated style", "ValueError", "input_layouts"),
         ("partial hidden", "ValueError", "input_layouts"),
         ("part of the targets", "ValueError", "leading dimensions"),

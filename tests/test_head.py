@@ -372,6 +372,13 @@ def test_from_linear_takes_plain_linear_layers_only(linear: Any) -> None:
         VocabParallelHead.from_linear(linear)
 
 
+def test_from_linear_refuses_a_forward_that_would_be_lost() -> None:
+    linear = nn.Linear(H, V)
+    attach_loss(linear, z_loss=0.1)
+    with pytest.raises(TypeError, match="the linear layer has another forward than its class"):
+        VocabParallelHead.from_linear(linear)
+
+
 def _logits_of_own_tokens(ctx: Context) -> None:
     VocabParallelHead(H, V, ctx.group, hidden_layout="sharded")(torch.randn(3, H))
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..attach import attach_loss
+from ..checks import check_own_forward
 from ..collectives import sharding_group
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict, options_of
@@ -51,9 +52,9 @@ class FlceParallel(ParallelStyle):
     `use_local_output=False` does, and gathers sequence-parallel hidden states for it (one all-gather).
 
     Raises:
-        TypeError: when applied, the module is neither an `nn.Linear` nor a `VocabParallelHead`.
-        ValueError: an option or layout that does not fit, or an `nn.Linear` whose forward was replaced; in a call,
-            hidden states of another layout.
+        TypeError: when applied, the module is neither an `nn.Linear` nor a `VocabParallelHead`, or an `nn.Linear` whose
+            forward was replaced.
+        ValueError: an option or layout that does not fit; in a call, hidden states of another layout.
     """
 
     def __init__(
@@ -76,11 +77,8 @@ class FlceParallel(ParallelStyle):
             raise TypeError(f"FlceParallel is for an nn.Linear or a VocabParallelHead, got {type(module).__name__}")
         if isinstance(module, VocabParallelHead) and (self.options or self.vocab_size is not None):
             raise ValueError("a VocabParallelHead has its own options and vocab_size: give them to the head")
-        if type(module) is nn.Linear and "forward" in vars(module):
-            raise ValueError(
-                "FlceParallel replaces the head's forward, and this one has another than its class, set on the "
-                "instance (by attach_loss?): take it off (detach_loss, del head.forward)"
-            )
+        if type(module) is nn.Linear:
+            check_own_forward(module, "the head")
         if device_mesh.ndim != 1:
             raise ValueError(f"FlceParallel needs a 1-D mesh, got {device_mesh}: name one dimension")
         for name, parameter in list(module.named_parameters(recurse=False)):

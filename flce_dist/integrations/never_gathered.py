@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
 from ..api import scale_gradient
+from ..checks import check_own_forward
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict
 from ..outputs import LossOutput
@@ -176,11 +177,7 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
             f"expected {name} to be an nn.Linear or an unsharded VocabParallelHead, got {type(linear).__name__}: what "
             "else it computes, or how it is sharded, would be lost"
         )
-    if "forward" in vars(linear):
-        raise TypeError(
-            f"{name} has another forward than its class, set on the instance (by attach_loss?), which would be lost: "
-            "take it off (detach_loss, del head.forward), and pass the loss's options here"
-        )
+    check_own_forward(linear, name)
     if getattr(linear, "hidden_grad_scale", 1.0) != 1.0:
         raise ValueError(
             f"{name} has hidden_grad_scale={linear.hidden_grad_scale}: a head that is never gathered scales the hidden "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ... import collectives
 from ...api import scale_gradient
+from ...checks import check_own_forward
 from ...shard import VocabShard
 from .section import Section, load_config, read_section
 
@@ -149,11 +150,7 @@ def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> 
         return
     if type(head) is not nn.Linear:
         raise TypeError(f'{where}: "data" shards an nn.Linear, and the head is a {type(head).__name__}')
-    if "forward" in vars(head):
-        raise TypeError(
-            f'{where}: "data" replaces the forward of the head, which has another than its class (from attach_loss?): '
-            "take it off (detach_loss, del head.forward)"
-        )
+    check_own_forward(head, f"{where}: the head")
     shared = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
     if len(shared) > 1:
         raise ValueError(f'{where}: "data" cannot shard a tied weight ({" is ".join(shared)}); untie it or use "none"')
