@@ -220,7 +220,8 @@ def _grad(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         gradients = _backward(grad_loss, *ctx.saved_tensors, ctx.config, ctx.needs)
     else:
         *kept, scale = ctx.saved_tensors
-        gradients = [g * (grad_loss * scale[0 if i == 0 else 1]) for i, g in enumerate(kept)]
+        # Wide: a GPU would round the 0-d scale to 16 bits first, unless the compiler fuses the two.
+        gradients = [g.to(scale.dtype) * (grad_loss * scale[0 if i == 0 else 1]) for i, g in enumerate(kept)]
     hidden, weight, bias = (
         g.to(dtype) if need else None for g, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
     )
