@@ -202,9 +202,11 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     )
 
 
-def checked_arguments(given: Given, compiled_needs: Needs | None = None) -> tuple[Arguments, agreement.Agreed | None]:
+def checked_arguments(
+    given: Given, compiled_needs: Needs | None = None, error: Exception | None = None
+) -> tuple[Arguments, agreement.Agreed | None]:
     """`resolve` on all ranks of the group together. Inside a compiled graph's operator tensors no longer know whether
-    they require grad: `compiled_needs` says so of hidden, weight and bias.
+    they require grad: `compiled_needs` says so of hidden, weight and bias. `error` is what this rank has found before.
 
     Returns:
         The arguments, and what the ranks told each other.
@@ -213,8 +215,10 @@ def checked_arguments(given: Given, compiled_needs: Needs | None = None) -> tupl
         TypeError, ValueError: on all ranks when the call is checked (`agreement.agree`, whose collectives these are).
         NotImplementedError: likewise (`checks.check_plain_autograd`).
     """
-    args, error = None, None
+    args = None
     try:
+        if error is not None:
+            raise error
         checks.check_plain_autograd(given if compiled_needs is None else None)
         args = resolve(given, compiled_needs)
     except Exception as caught:  # raised below, once the other ranks know

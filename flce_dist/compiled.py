@@ -23,7 +23,7 @@ from .checks import check_no_grad, check_normalizer, check_plain_autograd
 from .collectives import sharding_group
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
-from .options import LossOptions, recomputes
+from .options import CHOICES, LossOptions, recomputes
 from .outputs import aux_dtype, is_per_token
 from .plan import accumulation_dtype
 from .shard import VocabShard
@@ -89,8 +89,17 @@ def _encode(
     options: tuple[tuple[str, Any], ...],
 ) -> str:
     texts = {key: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for key, v in options}
-    LossOptions.from_dict(texts)
-    return json.dumps({"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts})
+    refused = None
+    try:
+        LossOptions.from_dict(texts)
+    except (TypeError, ValueError) as error:
+        if group is None:
+            raise
+        # Other ranks, whose options are right, wait for this one's answer: the operator gives it when the graph runs.
+        refused = (isinstance(error, TypeError), str(error))
+        texts = {key: value for key, value in texts.items() if key == "check_ranks" and value in CHOICES[key]}
+    values = {"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts, "refused": refused}
+    return json.dumps(values)
 
 
 @functools.lru_cache(maxsize=256)  # each run of the operator asks
@@ -122,7 +131,11 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
 
 
 def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
-    args, agreed = checked_arguments(_decode(tensors, config), Needs(*needs))
+    refused, error = json.loads(config)["refused"], None
+    if refused is not None:
+        is_type, message = refused
+        error = TypeError(message) if is_type else ValueError(message)
+    args, agreed = checked_arguments(_decode(tensors, config), Needs(*needs), error)
     return args, prepare(args, agreed)
 
 
