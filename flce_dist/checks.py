@@ -240,7 +240,11 @@ def check_no_grad(name: str, value: object) -> None:
         ValueError: a tensor that requires grad and gets none.
     """
     if isinstance(value, Tensor) and value.requires_grad:
-        raise ValueError(f"{name} may not require grad: no gradient for it is computed; pass {name}.detach()")
+        raise no_grad_error(name)
+
+
+def no_grad_error(name: str) -> ValueError:
+    return ValueError(f"{name} may not require grad: no gradient for it is computed; pass {name}.detach()")
 
 
 def check_normalizer(value: Tensor | float, device: torch.device) -> None:

@@ -19,17 +19,18 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import Arguments, Given, checked_arguments
 from .call import Prepared, loss_and_aux, on_device, prepare
-from .checks import check_no_grad, check_normalizer, check_plain_autograd
+from .checks import check_normalizer, check_plain_autograd, no_grad_error
 from .collectives import sharding_group
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
 from .options import CHOICES, LossOptions, recomputes
-from .outputs import aux_dtype, is_per_token
+from .outputs import AUX_NAMES, aux_dtype, is_per_token
 from .plan import accumulation_dtype
 from .shard import VocabShard
 from .unpack import autocast, local_tensors
 
 _HOST = ("vocab_size", "hidden_layout", "max_tokens", "reduce_hidden_grad", "hidden_grad_scale")
+_WITHOUT_GRAD = ("class_weight", "token_weight", "normalizer")
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight, "
     "Tensor? normalizer, str config, bool[] needs"
@@ -40,10 +41,9 @@ _INPUTS = (
 def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and what `given.aux` names, in a graph that is being traced."""
     _check_plain_autograd()
-    for name in ("class_weight", "token_weight", "normalizer"):  # in the operator they no longer say so
-        check_no_grad(name, getattr(given, name))
     given, group = autocast(local_tensors(given)), sharding_group(given.group)
-    aux = tuple(dict.fromkeys(given.aux))  # an operator may not return one tensor twice
+    # An operator may not return one tensor twice.
+    aux = given.aux if isinstance(given.aux, str) else tuple(dict.fromkeys(given.aux))
     normalizer, shard = given.normalizer, given.vocab_shard
     if isinstance(normalizer, int | float):
         # A number that changes from call to call, as a count of tokens does, shall not be compiled for each value.
@@ -53,6 +53,7 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         None if group is None else group.group_name,
         None if shard is None else (_constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)),
         aux,
+        tuple(name for name in _WITHOUT_GRAD if _requires_grad(getattr(given, name))),
         tuple((name, _constant(getattr(given, name))) for name in _HOST),
         tuple((name, _constant(value)) for name, value in given.options.items()),
     )
@@ -67,7 +68,12 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         config,
         list(Needs.of(given.hidden, given.weight, given.bias)),
     )
-    return outputs[0], {name: output.detach() for name, output in zip(aux, outputs[1:], strict=False)}
+    named = zip(aux, outputs[1:], strict=False)
+    return outputs[0], {name: output.detach() for name, output in named if name in AUX_NAMES}
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 @torch.compiler.assume_constant_result
@@ -84,18 +90,21 @@ def _constant(value: Any) -> Any:
 def _encode(
     group: str | None,
     shard: tuple[int, int, int] | None,
-    aux: tuple[str, ...],
+    aux: tuple[str, ...] | str,
+    requires_grad: tuple[str, ...],
     host: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
 ) -> str:
     texts = {key: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for key, v in options}
     refused = None
     try:
+        if requires_grad:  # in the operator tensors no longer say so
+            raise no_grad_error(requires_grad[0])
         LossOptions.from_dict(texts)
     except (TypeError, ValueError) as error:
         if group is None:
             raise
-        # Other ranks, whose options are right, wait for this one's answer: the operator gives it when the graph runs.
+        # Other ranks, whose arguments are right, wait for this one's answer: the operator gives it when the graph runs.
         refused = (isinstance(error, TypeError), str(error))
         texts = {key: value for key, value in texts.items() if key == "check_ranks" and value in CHOICES[key]}
     values = {"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts, "refused": refused}
@@ -124,7 +133,7 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
         normalizer=normalizer,
         group=None if values["group"] is None else _resolve_process_group(values["group"]),
         vocab_shard=None if values["shard"] is None else VocabShard(*values["shard"]),
-        aux=tuple(values["aux"]),
+        aux=values["aux"],
         options={key: getattr(options, key) for key in values["options"]},  # type: ignore[arg-type]
         **values["host"],
     )

@@ -70,17 +70,17 @@ def test_fullgraph_sharded(reduction: str, extra: dict[str, Any], workers: Pool)
     judge(case, workers.run(2, _compiled, case))
 
 
-def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, option: tuple[str, Any]) -> None:
+def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, argument: tuple[str, Any]) -> None:
     torch._dynamo.reset()
-    options: dict[str, Any] = {"reduction": reduction}
+    arguments: dict[str, Any] = {"reduction": reduction, "class_weight": torch.ones(8)}
     if ctx.rank == 1:
-        options[option[0]] = option[1]
+        arguments[argument[0]] = argument[1]
 
     def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss = linear_cross_entropy(
-            hidden, weight, target, group=ctx.group, vocab_size=8, hidden_layout=layout, **options
+        output = linear_cross_entropy(
+            hidden, weight, target, group=ctx.group, vocab_size=8, hidden_layout=layout, **arguments
         )
-        return loss.sum()
+        return (output if isinstance(output, Tensor) else output.loss).sum()
 
     hidden, weight = torch.ones(6, 5, requires_grad=True), torch.ones(4, 5, requires_grad=True)
     target = torch.zeros(6, dtype=torch.int64)
@@ -90,15 +90,25 @@ def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, option: tuple[
 @pytest.mark.parametrize("layout", ["replicated", "sharded"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
-    "option", [("softcap", -3.0), ("chunk_rows", 1.5), ("reduction", "avg"), ("nonsense", 3)], ids=str
+    "argument",
+    [
+        ("softcap", -3.0),
+        ("chunk_rows", 1.5),
+        ("reduction", "avg"),
+        ("nonsense", 3),
+        ("aux", ("lse", "loss")),
+        ("aux", "lse"),
+        ("class_weight", torch.ones(8, requires_grad=True)),
+    ],
+    ids=lambda argument: "-".join(map(str, argument)),
 )
-def test_an_option_that_is_wrong_on_one_rank_is_raised_on_all(
-    option: tuple[str, Any], reduction: str, layout: str, workers: Pool
+def test_an_argument_that_is_wrong_on_one_rank_is_raised_on_all(
+    argument: tuple[str, Any], reduction: str, layout: str, workers: Pool
 ) -> None:
-    outcomes = workers.outcomes(2, _wrong_on_one_rank, layout, reduction, option, timeout=40.0)
+    outcomes = workers.outcomes(2, _wrong_on_one_rank, layout, reduction, argument, timeout=40.0)
     for outcome in outcomes:
         assert outcome.error is not None
-        assert option[0] in outcome.error.message
+        assert argument[0] in outcome.error.message
     assert "rank 1 of the group failed its checks" in str(outcomes[0].error)
 
 
