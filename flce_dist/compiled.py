@@ -112,13 +112,18 @@ def _encode(
 
 
 @functools.lru_cache(maxsize=256)  # each run of the operator asks
+def _values(config: str) -> dict[str, Any]:
+    return json.loads(config)
+
+
+@functools.lru_cache(maxsize=256)
 def _options(config: str) -> LossOptions:
-    return LossOptions.from_dict(json.loads(config)["options"])
+    return LossOptions.from_dict(_values(config)["options"])
 
 
 def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
     hidden, weight, target, bias, class_weight, token_weight, normalizer = tensors
-    values = json.loads(config)
+    values = _values(config)
     options = _options(config)
     assert hidden is not None
     assert weight is not None
@@ -140,7 +145,7 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
 
 
 def _prepare(tensors: Sequence[Tensor | None], config: str, needs: Sequence[bool]) -> tuple[Arguments, Prepared]:
-    refused, error = json.loads(config)["refused"], None
+    refused, error = _values(config)["refused"], None
     if refused is not None:
         is_type, message = refused
         error = TypeError(message) if is_type else ValueError(message)
@@ -166,7 +171,7 @@ def _forward(*inputs: Any) -> list[Tensor]:
 @_forward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     hidden, weight, target, bias, *_, config, needs = inputs
-    options, aux = _options(config), json.loads(config)["aux"]
+    options, aux = _options(config), _values(config)["aux"]
     dtype = stats_dtype(hidden.dtype)
     outputs = [hidden.new_empty(target.shape if options.reduction == "none" else (), dtype=dtype)]
     for name in aux:
@@ -228,7 +233,7 @@ def _fake_outputs(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, config, needs = inputs
-    options, num_aux = _options(config), len(json.loads(config)["aux"])
+    options, num_aux = _options(config), len(_values(config)["aux"])
     ctx.config, ctx.needs, ctx.recompute = config, needs, recomputes(options, tensors[0].dtype)
     ctx.dtypes = [None if t is None else t.dtype for t in (tensors[0], tensors[1], tensors[3])]
     ctx.save_for_backward(*(tensors if ctx.recompute else output[1 + num_aux :]))

@@ -41,8 +41,7 @@ class _LossModule(nn.Module):
             raise TypeError(f"options must be LossOptions, got {options!r}")
         self._loss_options = options
         # As keywords, which each call of the loss looks up anew: no more than it needs.
-        changed = {name: getattr(options, name) for name in LossOptionsDict.__annotations__}
-        self._options = {name: value for name, value in changed.items() if value != getattr(LossOptions, name)}
+        self._options = options.changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo |= {id(handle): handle for handle in (self.group, self._mesh)}

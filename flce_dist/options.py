@@ -140,6 +140,11 @@ class LossOptions:
     def budget_bytes(self) -> int | None:
         return None if self.logits_budget is None else parse_bytes("logits_budget", self.logits_budget)
 
+    def changed(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(LossOptions, name)}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "loss") -> LossOptions:
         """Options from a mapping such as a section of a JSON or YAML file; dtypes may be strings ("float32", "bf16").

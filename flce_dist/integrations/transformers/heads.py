@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ... import collectives
 from ...attach import attach_loss, detach_loss, has_loss
 from ...head import VocabParallelHead
-from ...options import LossOptions, LossOptionsDict
+from ...options import LossOptionsDict
 from ...shard import VocabShard
 from .verify import is_of_framework
 
@@ -97,9 +97,7 @@ def check_forward(head: nn.Module) -> None:
 
 def own_options(head: nn.Module) -> dict[str, Any]:
     """What a `VocabParallelHead` computes, as far as it is not the default."""
-    if not isinstance(head, VocabParallelHead):
-        return {}
-    return {name: value for name in _OPTIONS if (value := getattr(head.options, name)) != getattr(LossOptions, name)}
+    return head.options.changed() if isinstance(head, VocabParallelHead) else {}
 
 
 def check_arguments(
