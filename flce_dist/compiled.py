@@ -19,11 +19,11 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .arguments import Arguments, Given, checked_arguments
 from .call import Prepared, loss_and_aux, on_device, prepare
-from .checks import check_normalizer, check_plain_autograd, no_grad_error
+from .checks import check_plain_autograd, no_grad_error
 from .collectives import sharding_group
 from .kernels.spec import stats_dtype
 from .op import Gradients, Needs, check_derivative, compute, recompute
-from .options import CHOICES, LossOptions, recomputes
+from .options import CHOICES, LARGEST, LossOptions, recomputes
 from .outputs import AUX_NAMES, aux_dtype, is_per_token
 from .plan import accumulation_dtype
 from .shard import VocabShard
@@ -44,14 +44,16 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
     given, group = autocast(local_tensors(given)), sharding_group(given.group)
     # An operator may not return one tensor twice.
     aux = given.aux if isinstance(given.aux, str) else tuple(dict.fromkeys(given.aux))
-    normalizer, shard = given.normalizer, given.vocab_shard
-    if isinstance(normalizer, int | float):
+    normalizer, wrong_normalizer = given.normalizer, None
+    if isinstance(normalizer, int | float) and not isinstance(normalizer, bool) and 0 <= normalizer <= LARGEST:
         # A number that changes from call to call, as a count of tokens does, shall not be compiled for each value.
-        check_normalizer(normalizer, given.hidden.device)
         normalizer = torch.full((), normalizer, dtype=torch.float64, device=given.hidden.device)
+    elif not isinstance(normalizer, Tensor):  # None, or what the operator's checks refuse
+        normalizer, wrong_normalizer = None, _constant(normalizer)
     config = _encode(
         None if group is None else group.group_name,
-        None if shard is None else (_constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)),
+        _place(given.vocab_shard),
+        wrong_normalizer,
         aux,
         tuple(name for name in _WITHOUT_GRAD if _requires_grad(getattr(given, name))),
         tuple((name, _constant(getattr(given, name))) for name in _HOST),
@@ -86,10 +88,18 @@ def _constant(value: Any) -> Any:
     return guard_scalar(value) if isinstance(value, int | float) else value
 
 
+def _place(shard: VocabShard | None) -> tuple[int, int, int] | str | None:
+    """What the operator makes `vocab_shard` of; of what is none, a name that its checks refuse."""
+    if isinstance(shard, VocabShard):
+        return _constant(shard.vocab_size), _constant(shard.start), _constant(shard.stop)
+    return None if shard is None else type(shard).__name__
+
+
 @torch.compiler.assume_constant_result
 def _encode(
     group: str | None,
-    shard: tuple[int, int, int] | None,
+    shard: tuple[int, int, int] | str | None,
+    wrong_normalizer: Any,
     aux: tuple[str, ...] | str,
     requires_grad: tuple[str, ...],
     host: tuple[tuple[str, Any], ...],
@@ -107,7 +117,15 @@ def _encode(
         # Other ranks, whose arguments are right, wait for this one's answer: the operator gives it when the graph runs.
         refused = (isinstance(error, TypeError), str(error))
         texts = {key: value for key, value in texts.items() if key == "check_ranks" and value in CHOICES[key]}
-    values = {"group": group, "shard": shard, "aux": aux, "host": dict(host), "options": texts, "refused": refused}
+    values = {
+        "group": group,
+        "shard": shard,
+        "wrong_normalizer": wrong_normalizer,
+        "aux": aux,
+        "host": dict(host),
+        "options": texts,
+        "refused": refused,
+    }
     return json.dumps(values)
 
 
@@ -135,9 +153,9 @@ def _decode(tensors: Sequence[Tensor | None], config: str) -> Given:
         bias=bias,
         class_weight=class_weight,
         token_weight=token_weight,
-        normalizer=normalizer,
+        normalizer=normalizer if values["wrong_normalizer"] is None else values["wrong_normalizer"],
         group=None if values["group"] is None else _resolve_process_group(values["group"]),
-        vocab_shard=None if values["shard"] is None else VocabShard(*values["shard"]),
+        vocab_shard=VocabShard(*values["shard"]) if isinstance(values["shard"], list) else values["shard"],
         aux=values["aux"],
         options={key: getattr(options, key) for key in values["options"]},  # type: ignore[arg-type]
         **values["host"],

@@ -99,6 +99,10 @@ def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, argument: tupl
         ("aux", ("lse", "loss")),
         ("aux", "lse"),
         ("class_weight", torch.ones(8, requires_grad=True)),
+        ("normalizer", -2.0),
+        ("normalizer", 10**400),
+        ("normalizer", True),
+        ("vocab_shard", (8, 4, 8)),
     ],
     ids=lambda argument: "-".join(map(str, argument)),
 )
