@@ -13,7 +13,7 @@ from . import collectives
 from .arguments import Given, checked_arguments
 from .call import loss_and_aux, on_device, prepare
 from .op import LinearCrossEntropy
-from .options import LossOptionsDict
+from .options import HiddenLayout, LossOptions, LossOptionsDict
 from .outputs import LossOutput
 from .shard import VocabShard
 
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
-    hidden_layout: str = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     max_tokens: int | None = None,
     reduce_hidden_grad: bool = True,
     hidden_grad_scale: float = 1.0,
@@ -108,7 +108,9 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def count_valid_tokens(target: Tensor, ignore_index: int = -100, group: dist.ProcessGroup | None = None) -> Tensor:
+def count_valid_tokens(
+    target: Tensor, ignore_index: int = LossOptions.ignore_index, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Tokens of `target` that are not `ignore_index`, summed over the ranks of `group` when given (one all-reduce).
 
     Returns:

@@ -20,7 +20,7 @@ from .backend import row_kernels
 from .kernels import torch_rows
 from .kernels.spec import RowSpec
 from .op import Needs
-from .options import LossOptions, LossOptionsDict, options_of, recomputes, to_float
+from .options import HiddenLayout, LossOptions, LossOptionsDict, options_of, recomputes, to_float
 from .outputs import AUX_NAMES, OF_ALL_TOKENS
 from .shard import VocabShard, partition_error
 from .unpack import autocast, local_tensors
@@ -42,7 +42,7 @@ class Given(NamedTuple):
     group: dist.ProcessGroup | None
     vocab_size: int | None
     vocab_shard: VocabShard | None
-    hidden_layout: str
+    hidden_layout: HiddenLayout
     max_tokens: int | None
     reduce_hidden_grad: bool
     hidden_grad_scale: float
@@ -57,7 +57,7 @@ class Setting:
 
     options: LossOptions
     shard: VocabShard
-    hidden_layout: str
+    hidden_layout: HiddenLayout
     max_tokens: int | None
     reduce_hidden_grad: bool
     hidden_grad_scale: float
@@ -90,7 +90,7 @@ def resolve(given: Given, compiled_needs: Needs | None = None) -> Arguments:
     """
     given = autocast(local_tensors(given))
     group = collectives.sharding_group(given.group)
-    setting = _known_setting(given, group)
+    setting = _cached_setting(given, group)
     hidden, weight, target, token_weight = given.hidden, given.weight, given.target, given.token_weight
     checks.check_not_freed(weight)
     if given.normalizer is not None:
@@ -119,20 +119,20 @@ _settings_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, 
 checks would take the host longer than the loss takes the GPU."""
 
 
-def _known_setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
+def _cached_setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
     known = _settings if group is None else _settings_of_group.setdefault(group, {})
-    kind = _kind(given)
-    setting = None if kind is None else known.get(kind)
+    key = _cache_key(given)
+    setting = None if key is None else known.get(key)
     if setting is None:
         setting = _setting(given, group)
-        if kind is not None:
+        if key is not None:
             if len(known) >= _MAX_SETTINGS:
                 known.clear()
-            known[kind] = setting
+            known[key] = setting
     return setting
 
 
-def _kind(given: Given) -> Hashable | None:
+def _cache_key(given: Given) -> Hashable | None:
     """All that `_setting` reads of a call but its group; None for what is not the same when it compares equal."""
     (*tensors, normalizer, _, vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux, options) = given
     aux = tuple(aux) if type(aux) is list else aux  # a list may not be a key
@@ -178,7 +178,8 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         checks.check_vector("class_weight", given.class_weight, (shard.vocab_size,), hidden.device)
     if token_weight is not None:
         checks.check_vector("token_weight", token_weight, target.shape, hidden.device)
-    if {"predictions", "accuracy"} & set(given.aux) and shard.vocab_size > MAX_EXACT_ID:
+    argmax = not {"predictions", "accuracy"}.isdisjoint(given.aux)
+    if argmax and shard.vocab_size > MAX_EXACT_ID:
         raise ValueError(f"aux predictions need vocab_size <= {MAX_EXACT_ID}, got {shard.vocab_size}")
     if max_tokens is not None and target.numel() > max_tokens:
         raise ValueError(f"this rank has {target.numel()} tokens, more than max_tokens={max_tokens}")
@@ -192,9 +193,9 @@ def _setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
         aux=tuple(dict.fromkeys(given.aux)),
         kernels=kernels,
         spec=RowSpec(
-            softcap=None if options.softcap is None else float(options.softcap),
+            softcap=options.softcap,
             uniform=options.label_smoothing > 0,
-            argmax="predictions" in given.aux or "accuracy" in given.aux,
+            argmax=argmax,
             entropy="entropy" in given.aux,
             token_scaling=options.token_scaling,
         ),
@@ -314,9 +315,8 @@ def _place(
     weight: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, vocab_shard: VocabShard | None
 ) -> VocabShard:
     rank, world_size = collectives.rank_in(group), collectives.world_size(group)
+    checks.check_vocab_shard(vocab_shard)
     if vocab_shard is not None:
-        if not isinstance(vocab_shard, VocabShard):
-            raise TypeError(f"vocab_shard must be a VocabShard, got {vocab_shard!r}")
         if vocab_size not in (None, vocab_shard.vocab_size):
             raise ValueError(f"vocab_size={vocab_size} and vocab_shard={vocab_shard} disagree")
         shard = vocab_shard

@@ -11,10 +11,10 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import collectives
 from .api import linear_cross_entropy
-from .checks import checked_layout
-from .head import VocabParallelHead
-from .options import LossOptionsDict, checked_options, to_float
+from .head import VocabParallelHead, bound_arguments
+from .options import HiddenLayout, LossOptionsDict, checked_options
 from .outputs import LossOutput
 from .shard import VocabShard
 
@@ -45,7 +45,7 @@ def attach_loss(
     *,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
-    hidden_layout: str = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     hidden_grad_scale: float = 1.0,
     **options: Unpack[LossOptionsDict],
 ) -> None:
@@ -87,14 +87,9 @@ def attach_loss(
         )
     if has_loss(head):
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")
-    arguments = {
-        "group": group,
-        "vocab_size": vocab_size,
-        "vocab_shard": vocab_shard,
-        "hidden_layout": checked_layout(hidden_layout),
-        "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
-        **options,
-    }
+    collectives.sharding_group(group)  # checks it
+    bound = bound_arguments(vocab_size, vocab_shard, hidden_layout, hidden_grad_scale)
+    arguments = {"group": group, **bound, **options}
     setattr(head, _ATTRIBUTE, HeadLoss(head.forward, "forward" in vars(head), arguments))
     head.forward = types.MethodType(_forward, head)
 

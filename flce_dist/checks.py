@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .options import LossOptions, is_finite, to_int
+from .options import HiddenLayout, LossOptions, is_finite, to_int
 from .shard import VocabShard
 
 if TYPE_CHECKING:
@@ -71,12 +71,12 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
 
 
-def checked_layout(hidden_layout: str) -> str:
+def checked_layout(hidden_layout: HiddenLayout) -> HiddenLayout:
     """
     Raises:
         ValueError: not a layout.
     """
-    if hidden_layout not in ("replicated", "sharded"):
+    if hidden_layout not in get_args(HiddenLayout):
         raise ValueError(f'hidden_layout must be "replicated" or "sharded", got {hidden_layout!r}')
     return hidden_layout
 
@@ -134,6 +134,15 @@ def check_weight(weight: Tensor, hidden_size: int) -> None:
         raise ValueError(f"weight must be [rows, {hidden_size}], got {tuple(weight.shape)}{_left_by(weight)}")
 
 
+def check_vocab_shard(vocab_shard: object) -> None:
+    """
+    Raises:
+        TypeError: neither a `VocabShard` nor None.
+    """
+    if vocab_shard is not None and not isinstance(vocab_shard, VocabShard):
+        raise TypeError(f"vocab_shard must be a VocabShard, got {vocab_shard!r}")
+
+
 def check_own_memory(name: str, tensor: Tensor | None) -> None:
     """
     Raises:
@@ -181,6 +190,11 @@ def check_own_forward(head: nn.Module, name: str) -> None:
             f"{name} has another forward than its class, set on the instance (by attach_loss?), which would be lost: "
             "take it off (detach_loss, del head.forward), and give its options here"
         )
+
+
+def tied_names(model: nn.Module, parameter: object) -> list[str]:
+    """Names under which a model holds a parameter; with more than one it is tied, which a shard in one place undoes."""
+    return [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
 
 
 def check_shard(weight: Tensor, shard: VocabShard, rank: int, world_size: int, explicit: bool) -> None:

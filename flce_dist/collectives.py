@@ -75,6 +75,20 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
+class SumGradient(torch.autograd.Function):
+    """`(tensor, group) -> tensor`, whose gradient is summed over the ranks: one all-reduce in backward, as a
+    column-parallel linear layer has it at its input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
 def max_over_ranks(value: int, device: torch.device, group: dist.ProcessGroup) -> int:
     """The largest of the ranks' host integers. Waits for the device."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)

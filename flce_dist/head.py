@@ -15,12 +15,30 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import linear_cross_entropy
-from .checks import check_own_forward, checked_count, checked_layout
-from .options import LossOptions, LossOptionsDict, options_of, to_float
+from .checks import check_own_forward, check_vocab_shard, checked_count, checked_layout
+from .options import HiddenLayout, LossOptions, LossOptionsDict, options_of, to_float
 from .outputs import LossOutput
+from .row_math import scaled_and_capped
 from .shard import VocabShard
 
 _INIT_ROWS = 4096
+
+
+def bound_arguments(
+    vocab_size: int | None, vocab_shard: VocabShard | None, hidden_layout: HiddenLayout, hidden_grad_scale: float
+) -> dict[str, Any]:
+    """What a module binds of a call besides group and options, checked as far as it depends on no tensor.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+    """
+    check_vocab_shard(vocab_shard)
+    return {
+        "vocab_size": None if vocab_size is None else checked_count("vocab_size", vocab_size, 1),
+        "vocab_shard": vocab_shard,
+        "hidden_layout": checked_layout(hidden_layout),
+        "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
+    }
 
 
 class _LossModule(nn.Module):
@@ -68,19 +86,15 @@ class LinearCrossEntropyLoss(_LossModule):
         *,
         vocab_size: int | None = None,
         vocab_shard: VocabShard | None = None,
-        hidden_layout: str = "replicated",
+        hidden_layout: HiddenLayout = "replicated",
         hidden_grad_scale: float = 1.0,
         **options: Unpack[LossOptionsDict],
     ) -> None:
         super().__init__()
         self.options = options_of(options)
+        collectives.sharding_group(group)  # checks it
         self.group = group
-        self._arguments: dict[str, Any] = {
-            "vocab_size": vocab_size,
-            "vocab_shard": vocab_shard,
-            "hidden_layout": checked_layout(hidden_layout),
-            "hidden_grad_scale": to_float("hidden_grad_scale", hidden_grad_scale),
-        }
+        self._arguments = bound_arguments(vocab_size, vocab_shard, hidden_layout, hidden_grad_scale)
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **tensors: Any) -> Tensor | LossOutput:
         """The loss; `tensors` are the further arguments of `linear_cross_entropy` that change from call to call (bias,
@@ -109,6 +123,7 @@ class VocabParallelHead(_LossModule):
             the mesh, a dimension of the one that it shards over.
         bias: whether the head has one.
         hidden_layout, hidden_grad_scale: as in `linear_cross_entropy`.
+        device, dtype: of the parameters, as in `nn.Linear`.
         options: the fields of `LossOptions`.
 
     Raises:
@@ -128,7 +143,7 @@ class VocabParallelHead(_LossModule):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         bias: bool = False,
         *,
-        hidden_layout: str = "replicated",
+        hidden_layout: HiddenLayout = "replicated",
         hidden_grad_scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -161,7 +176,7 @@ class VocabParallelHead(_LossModule):
         linear: nn.Linear,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
-        hidden_layout: str = "replicated",
+        hidden_layout: HiddenLayout = "replicated",
         hidden_grad_scale: float = 1.0,
         **options: Unpack[LossOptionsDict],
     ) -> VocabParallelHead:
@@ -170,6 +185,7 @@ class VocabParallelHead(_LossModule):
 
         Raises:
             TypeError: `linear` is no plain `nn.Linear`, for example an adapter around one, or its forward was replaced.
+            TypeError, ValueError: as the class raises them.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -213,8 +229,8 @@ class VocabParallelHead(_LossModule):
         """The loss of `hidden [..., H]` and `target [...]` (global ids, not shifted here); arguments, result, errors
         and collectives are those of `linear_cross_entropy`.
 
-        Without `target`: the logits `[..., L]` of this rank's ids, in `hidden`'s dtype. Their backward sums the
-        gradient of `hidden` over the ranks (one all-reduce of its size).
+        Without `target`: the logits `[..., L]` of this rank's ids, in the dtype that `nn.Linear` gives them. Their
+        backward sums the gradient of `hidden` over the ranks (one all-reduce of its size).
         """
         if target is None:
             return self._logits(hidden)
@@ -258,15 +274,11 @@ class VocabParallelHead(_LossModule):
                     "logits of token-sharded hidden states would be of other ranks' tokens: gather them and use a head "
                     'with hidden_layout="replicated"'
                 )
-            hidden = _SumGradient.apply(hidden, self.group)
+            hidden = collectives.SumGradient.apply(hidden, self.group)
         logits = nn.functional.linear(hidden, weight, bias)
         if self.raw_logits:
             return logits
-        if self.options.logit_scale != 1.0:
-            logits = logits * self.options.logit_scale
-        if self.options.softcap is not None:
-            logits = self.options.softcap * torch.tanh(logits / self.options.softcap)
-        return logits
+        return scaled_and_capped(logits, self.options.logit_scale, self.options.softcap)
 
     def _parameter(self, local: Tensor, requires_grad: bool = True) -> nn.Parameter:
         if self.group is None:
@@ -287,16 +299,3 @@ class VocabParallelHead(_LossModule):
             return full
         local = full.detach()[self.shard.start : self.shard.stop].clone()
         return self._parameter(local, full.requires_grad)
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity whose backward sums the gradient over the ranks: one all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None

@@ -18,6 +18,7 @@ Reduction = Literal["mean", "sum", "none"]
 Backward = Literal["auto", "forward", "recompute"]
 Backend = Literal["auto", "triton", "torch"]
 CheckRanks = Literal["auto", "first", "always", "never"]
+HiddenLayout = Literal["replicated", "sharded"]
 
 CHOICES = {
     "reduction": get_args(Reduction),
@@ -156,7 +157,7 @@ class LossOptions:
         parsed: dict[str, Any] = {}
         for key, value in values.items():
             if key not in names:
-                raise ValueError(f"{where}.{key}: unknown key; {nearest(key, names, 'known keys')}")
+                raise ValueError(f"{where}.{key}: unknown key; {suggestion(key, names, 'known keys')}")
             if key.endswith("_dtype") and isinstance(value, str):
                 if value not in DTYPES:
                     raise ValueError(f"{where}.{key}: expected one of {', '.join(DTYPES)}, got {value!r}")
@@ -211,7 +212,7 @@ def options_of(values: Mapping[str, Any]) -> LossOptions:
     except TypeError:  # no option, or a value of a wrong type, which may not be a key of the cache
         for name in values:
             if name not in LossOptionsDict.__annotations__:
-                known = nearest(name, LossOptionsDict.__annotations__)
+                known = suggestion(name, LossOptionsDict.__annotations__)
                 raise TypeError(f"unknown option {name!r}; {known}") from None
         return LossOptions(**values)
 
@@ -226,7 +227,7 @@ def checked_options(values: LossOptionsDict) -> LossOptionsDict:
     return {name: getattr(options, name) for name in values}  # type: ignore[return-value]
 
 
-def nearest(name: object, known: Iterable[str], listed: str = "known") -> str:
+def suggestion(name: object, known: Iterable[str], listed: str = "known") -> str:
     """What to say of a name that is none of the known ones, which are else `listed`."""
     close = difflib.get_close_matches(str(name), known := list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else f"{listed}: {', '.join(known)}"

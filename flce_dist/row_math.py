@@ -55,6 +55,12 @@ def row_coefficients(
     )
 
 
+def scaled_and_capped(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The logits z of which the loss is computed, of a head's `[...]` logits."""
+    scaled = logits if scale == 1.0 else logits * scale
+    return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+
+
 def row_losses(stats: Tensor, coefficients: RowCoefficients, valid: Tensor, spec: RowSpec) -> Tensor:
     """Losses `[N]` of the rows from global statistics `[K, N]`; exactly 0 where not valid.
 

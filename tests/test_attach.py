@@ -3,6 +3,7 @@
 import copy
 import re
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flce_dist import LossOptions, VocabParallelHead, VocabShard
+from flce_dist import LinearCrossEntropyLoss, LossOptions, VocabParallelHead, VocabShard
 from flce_dist.attach import attach_loss, detach_loss
 from tests.kit.workers import Context, Pool
 
@@ -147,3 +148,20 @@ def test_a_plain_shard_in_a_group(world: int, workers: Pool) -> None:
         torch.testing.assert_close([loss, hidden_grad], expected[:2])
     for index in (2, 3):
         torch.testing.assert_close(torch.cat([result[index] for result in results]), expected[index])
+
+
+WRONG = {
+    "vocab_size": (0, "vocab_size must be at least 1, got 0"),
+    "vocab_shard": (3, "vocab_shard must be a VocabShard, got 3"),
+    "hidden_layout": ("shard", "hidden_layout must be"),
+    "hidden_grad_scale": ("1", "hidden_grad_scale must be a number"),
+    "group": ("tp", "group must be a process group or None, got str"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_depends_on_no_tensor_is_refused_at_once(name: str) -> None:
+    value, message = WRONG[name]
+    for bind in (partial(attach_loss, nn.Linear(H, V)), LinearCrossEntropyLoss):
+        with pytest.raises((TypeError, ValueError), match=message):
+            bind(**{name: value})

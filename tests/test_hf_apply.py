@@ -659,12 +659,17 @@ def test_token_accuracy_is_over_the_global_vocabulary(workers: Pool) -> None:
         assert accuracy == 1.0
 
 
-def _tied(ctx: Context) -> None:
-    apply(tiny(tie_word_embeddings=True), ctx.group)
+def _tied(ctx: Context, to: str) -> None:
+    model: Any = tiny(tie_word_embeddings=to == "embedding")
+    if to == "another head":
+        model.second_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        model.second_head.weight = model.lm_head.weight
+    apply(model, ctx.group)
 
 
-def test_a_tied_head_cannot_be_sharded(workers: Pool) -> None:
-    assert_all_raise(workers.outcomes(2, _tied), "ValueError", "tie")
+@pytest.mark.parametrize("to", ["embedding", "another head"])
+def test_a_tied_head_cannot_be_sharded(to: str, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _tied, to), "ValueError", "the head's weight is tied (", "lm_head.weight")
 
 
 def _trained_copy(ctx: Context) -> None:

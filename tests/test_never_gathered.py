@@ -314,7 +314,10 @@ def refused(ctx: Context, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("tied", "lm_head.weight is tied to embedding.weight: an embedding needs all rows on every rank"),
+        (
+            "tied",
+            "the head's weight is tied (embedding.weight is lm_head.weight): an embedding needs all rows on every rank",
+        ),
         ("no linear", "expected norm to be an nn.Linear or an unsharded VocabParallelHead, got LayerNorm"),
         ("sharded already", "unsharded VocabParallelHead"),
         ("a loss already", "lm_head has another forward than its class, set on the instance (by attach_loss?)"),

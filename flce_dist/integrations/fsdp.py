@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..attach import attach_loss
-from ..checks import check_own_forward
+from ..checks import check_own_forward, checked_count
 from ..collectives import sharding_group
 from ..head import VocabParallelHead
-from ..options import LossOptionsDict, options_of
+from ..options import HiddenLayout, LossOptionsDict, options_of
 from ..shard import VocabShard
 
 _PER_TOKEN = ("target", "token_weight")
@@ -69,7 +69,7 @@ class FlceParallel(ParallelStyle):
         self.input_layouts = Replicate() if input_layouts is None else input_layouts
         if not isinstance(self.input_layouts, Replicate | Shard) or getattr(self.input_layouts, "dim", 0) < 0:
             raise ValueError(f"input_layouts must be Replicate() or Shard(dim) with dim >= 0, got {input_layouts}")
-        self.vocab_size = vocab_size
+        self.vocab_size = None if vocab_size is None else checked_count("vocab_size", vocab_size, 1)
         self.options = options
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -84,7 +84,8 @@ class FlceParallel(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
-        group, layout = device_mesh.get_group(), "sharded" if self.input_layouts.is_shard() else "replicated"
+        group = device_mesh.get_group()
+        layout: HiddenLayout = "sharded" if self.input_layouts.is_shard() else "replicated"
         if isinstance(module, VocabParallelHead):
             module.group = sharding_group(group)
             module.shard = VocabShard.even(module.vocab_size, device_mesh.get_local_rank(), device_mesh.size())

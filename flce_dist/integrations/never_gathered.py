@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
 from ..api import scale_gradient
-from ..checks import check_own_forward
+from ..checks import check_own_forward, tied_names
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict
 from ..outputs import LossOutput
@@ -183,13 +183,13 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
             f"{name} has hidden_grad_scale={linear.hidden_grad_scale}: a head that is never gathered scales the hidden "
             "states' gradient by the number of ranks, and knows no other factor"
         )
-    for other_name, other in model.named_parameters(remove_duplicate=False):
-        if other is linear.weight and other_name != f"{name}.weight":
-            raise ValueError(
-                f"{name}.weight is tied to {other_name}: an embedding needs all rows on every rank, so a head that is "
-                "never gathered cannot share its weight. Untie them (tie_word_embeddings=False), or let FSDP gather "
-                "the head"
-            )
+    tied = tied_names(model, linear.weight)
+    if len(tied) > 1:
+        raise ValueError(
+            f"the head's weight is tied ({' is '.join(tied)}): an embedding needs all rows on every rank, so a head "
+            "that is never gathered cannot share its weight. Untie them (tie_word_embeddings=False), or let FSDP "
+            "gather the head"
+        )
     vocab_size, hidden_size = linear.weight.shape
     head = NeverGatheredHead(
         hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options

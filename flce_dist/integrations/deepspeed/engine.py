@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from ...api import count_valid_tokens
 from ...attach import attach_loss, has_loss
 from ...head import VocabParallelHead
+from ...options import LossOptions
 from .checkpoints import export_whole_head, load_own_rows, load_without_optimizer_states
 from .heads import find_head, layout_of, mark_tensor_parallel, shard_head_by_section
-from .section import Section, SectionWarning, load_config, number, read_section, section_or_warning
+from .section import Section, SectionWarning, integer, load_config, read_section, section_or_warning
 
 if TYPE_CHECKING:
     from ..transformers import FusedLoss
@@ -137,7 +138,8 @@ def step_normalizer(engine: Any, target: Tensor) -> Tensor:
     section: Section | None = getattr(engine, _SECTION, None)
     if section is None:
         raise ValueError("this engine has no loss of a section: make it by initialize, or attach(engine) first")
-    count = count_valid_tokens(target, section.options.get("ignore_index", -100), engine.seq_data_parallel_group)
+    ignore_index = section.options.get("ignore_index", LossOptions.ignore_index)
+    count = count_valid_tokens(target, ignore_index, engine.seq_data_parallel_group)
     one_loss = section.vocab_parallel == "data" and section.options.get("reduction") != "none"
     if one_loss and not (section.head is None and _is_causal_lm(engine.module)):
         return count.float()  # such a head's loss is that of all ranks; a model divides it by their number again
@@ -219,7 +221,7 @@ def _check_no_loss(model: nn.Module, head: nn.Module, section: Section) -> None:
 
 
 def _check_sequence_parallel(config: Mapping[str, Any], mpu: Any) -> None:
-    ranks = number("sequence_parallel_size", config.get("sequence_parallel_size"))
+    ranks = integer("sequence_parallel_size", config.get("sequence_parallel_size"))
     if ranks > 1 and mpu is None:
         raise ValueError(
             f"sequence_parallel_size: {ranks} without an mpu: DeepSpeed 0.19.8 then reduces no gradients over a "

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ... import collectives
 from ...api import scale_gradient
-from ...checks import check_own_forward
+from ...checks import check_own_forward, tied_names
+from ...options import HiddenLayout
 from ...shard import VocabShard
 from .section import Section, load_config, read_section
 
@@ -26,7 +27,7 @@ class Layout:
 
     group: dist.ProcessGroup | None = None
     vocab_shard: VocabShard | None = None
-    hidden_layout: str = "replicated"
+    hidden_layout: HiddenLayout = "replicated"
 
 
 def find_head(model: nn.Module, section: Section) -> nn.Module:
@@ -151,7 +152,7 @@ def shard_head_by_section(model: nn.Module, config: Mapping[str, Any] | str) -> 
     if type(head) is not nn.Linear:
         raise TypeError(f'{where}: "data" shards an nn.Linear, and the head is a {type(head).__name__}')
     check_own_forward(head, f"{where}: the head")
-    shared = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight]
+    shared = tied_names(model, head.weight)
     if len(shared) > 1:
         raise ValueError(f'{where}: "data" cannot shard a tied weight ({" is ".join(shared)}); untie it or use "none"')
     ranks = dist.get_world_size()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...options import DTYPES, UNITS, LossOptions, nearest
+from ...options import DTYPES, UNITS, LossOptions, suggestion
 
 SECTION = "flce_dist"
 ALIAS = "loss"
@@ -101,7 +101,7 @@ def read_section(config: Mapping[str, Any]) -> Section | None:
     known = [*_OWN_KEYS, *(field.name for field in dataclasses.fields(LossOptions))]
     for key in values:
         if key not in known:
-            raise ValueError(f"{where}.{key}: unknown key; {nearest(key, known, 'known keys')}")
+            raise ValueError(f"{where}.{key}: unknown key; {suggestion(key, known, 'known keys')}")
     options = LossOptions.from_dict(values, where=where)
     section = Section(where, {key: getattr(options, key) for key in values}, own["vocab_parallel"], own["head"])
     _check_combination(section, config)
@@ -164,7 +164,7 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
         return
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-    if not isinstance(zero, Mapping) or number("zero_optimization.stage", stage) != 3:
+    if not isinstance(zero, Mapping) or integer("zero_optimization.stage", stage) != 3:
         raise ValueError(
             f'{where}: "data" needs zero_optimization.stage 3, got {stage!r}: only there a parameter has a partition '
             "group of its own; the other stages keep, broadcast and average one copy of it for all data-parallel "
@@ -175,7 +175,7 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
             f'{where}: "data" with tensor_parallel.autotp_size {ranks}: tensor parallelism shards the head already; '
             'use "tensor"'
         )
-    if number("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
+    if integer("sequence_parallel_size", config.get("sequence_parallel_size")) > 1:
         raise ValueError(
             f'{where}: "data" with sequence_parallel_size {config["sequence_parallel_size"]}: not supported'
         )
@@ -187,7 +187,7 @@ def _check_combination(section: Section, config: Mapping[str, Any]) -> None:
             )
 
 
-def number(path: str, value: Any) -> int:
+def integer(path: str, value: Any) -> int:
     """A count as DeepSpeed takes it, digits in a string included; 0 when absent."""
     try:
         return int(value or 0)

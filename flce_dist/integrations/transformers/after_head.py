@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from ...options import LossOptionsDict
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 _DIVIDES = "logits_scaling"
@@ -33,13 +31,9 @@ class AfterHead:
         scaled = self.scale * value
         return scaled if self.softcap is None else self.softcap * math.tanh(scaled / self.softcap)
 
-    def on_logits(self, logits: Tensor) -> Tensor:
-        scaled = logits * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
-
-def declare(model: Any, options: MutableMapping[str, Any]) -> AfterHead:
-    """What the model's config says, entered into the options `logit_scale` and `softcap` where these are not given.
+def from_config(model: Any) -> LossOptionsDict:
+    """The options `logit_scale` and `softcap` that the model's config says.
 
     A field of the config counts when the model's forward mentions it: image-text models around a text model that has
     one do not all apply it.
@@ -55,6 +49,4 @@ def declare(model: Any, options: MutableMapping[str, Any]) -> AfterHead:
         scale = scale / value if divides else scale * value
     softcaps = [getattr(text, name, None) for name in _SOFTCAPS if name in mentioned]
     softcap = next((value for value in softcaps if value), None)
-    options.setdefault("logit_scale", scale)
-    options.setdefault("softcap", softcap)
-    return AfterHead(options["logit_scale"], options["softcap"])
+    return {"logit_scale": scale, "softcap": softcap}

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ...outputs import LossOutput
+from ...row_math import scaled_and_capped
 from . import after_head, heads
 from .no_logits import NO_LOGITS, with_logits
 from .stand_in import StandIn, plain
@@ -245,7 +246,8 @@ def head_forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> A
     if not _is_default(call.keep):
         with torch.no_grad():
             kept = hidden[:, slice(-call.keep, None) if isinstance(call.keep, int) else call.keep]
-            call.logits = shared.after.on_logits(heads.full_logits(self, plain(kept)))
+            raw = heads.full_logits(self, plain(kept))
+            call.logits = scaled_and_capped(raw, shared.after.scale, shared.after.softcap)
     check_gradient_hooks(type(shared.model).__name__, self)
     hooks: Any = self._forward_hooks
     if [*hooks][-1] != mine.hook:  # frameworks added some since: what they return is what the model gets

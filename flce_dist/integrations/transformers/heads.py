@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ... import collectives
 from ...attach import attach_loss, detach_loss, has_loss
+from ...checks import tied_names
 from ...head import VocabParallelHead
-from ...options import LossOptionsDict
+from ...options import HiddenLayout, LossOptionsDict
 from ...shard import VocabShard
 from .verify import is_of_framework
 
@@ -105,7 +106,7 @@ def check_arguments(
     group: dist.ProcessGroup | DeviceMesh | None,
     vocab_size: int | None,
     vocab_shard: VocabShard | None,
-    hidden_layout: str | None,
+    hidden_layout: HiddenLayout | None,
     hidden_grad_scale: float | None,
 ) -> None:
     """
@@ -171,10 +172,10 @@ def to_vocab_parallel_head(
         TypeError: the head is no plain `nn.Linear`.
         ValueError: it is tied to the input embedding.
     """
-    owner = owner_of_head(model)
-    if getattr(linear, "weight", None) is getattr(owner.get_input_embeddings(), "weight", None):
+    owner, names = owner_of_head(model), tied_names(model, getattr(linear, "weight", None))
+    if len(names) > 1:
         raise ValueError(
-            "the model ties its output to its input embedding: a sharded head cannot share the full embedding; set "
+            f"the head's weight is tied ({' is '.join(names)}): a sharded head cannot share the full weight; set "
             "tie_word_embeddings to false, or do not shard the head"
         )
     head = VocabParallelHead.from_linear(linear, group, **arguments)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ... import collectives
-from ...options import LossOptions, LossOptionsDict, nearest
+from ...options import HiddenLayout, LossOptions, LossOptionsDict, suggestion
 from ...outputs import AUX_NAMES
 from ...shard import VocabShard
 from . import after_head, heads
@@ -30,7 +30,7 @@ def apply(
     *,
     vocab_size: int | None = None,
     vocab_shard: VocabShard | None = None,
-    hidden_layout: str | None = None,
+    hidden_layout: HiddenLayout | None = None,
     hidden_grad_scale: float | None = None,
     aux: Sequence[str] = (),
     eval_logits: bool = False,
@@ -79,8 +79,8 @@ def apply(
     found = heads.find_heads(base)
     for head in found:
         heads.check_forward(head)
-    options = {**heads.own_options(found[0]), **options}  # type: ignore[typeddict-item]
-    after = after_head.declare(base, options)  # type: ignore[arg-type]
+    # The model's config counts least, what is written here most.
+    options = {**after_head.from_config(base), **heads.own_options(found[0]), **options}  # type: ignore[typeddict-item]
     checked = LossOptions(**options)
     if checked.reduction != "mean":
         raise ValueError(f'a model returns one loss: reduction must be "mean", got {checked.reduction!r}')
@@ -107,7 +107,7 @@ def apply(
     signature = inspect.signature(type(base).forward)
     shared = FusedLoss(
         model=base,
-        after=after,
+        after=after_head.AfterHead(checked.logit_scale, checked.softcap),
         ignore_index=checked.ignore_index,
         aux=tuple(aux),
         eval_logits=eval_logits,
@@ -118,6 +118,13 @@ def apply(
         extra_name=next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""),
         sharded_here=sharded_here,
     )
+    _set_forwards(shared, found)
+    return shared
+
+
+def _set_forwards(shared: FusedLoss, found: Sequence[nn.Module]) -> None:
+    """Puts ours in the place of the heads' forwards, of the model's and of its loss function."""
+    base = shared.model
     for head in found:
         mine = Head(shared, head, head.forward, "forward" in vars(head))
         mine.hook = head.register_forward_hook(keep_returned).id
@@ -132,7 +139,6 @@ def apply(
         return model_forward(self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
-    return shared
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -140,7 +146,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     known = [name for name in known if name not in ("model", "options")]
     for name in options:
         if name not in LossOptionsDict.__annotations__:
-            raise TypeError(f"unknown option {name!r}; {nearest(name, known)}")
+            raise TypeError(f"unknown option {name!r}; {suggestion(name, known)}")
 
 
 def _check_model(model: Any) -> None:
