@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from benchmark import accuracy, floor, kernel_table, measure, methods, plots, report, scaling, workload
-from benchmark.arguments import DTYPES, parse_arguments
-from benchmark.ranks import Ranks, run_and_exit
+from benchmark.arguments import parse_arguments
+from benchmark.ranks import BenchRanks, run_and_exit
 from benchmark.report import Row
-from flce_dist.options import parse_bytes
+from flce_dist.options import DTYPES, parse_bytes
 from flce_dist.plan import rows_of_call
 from flce_dist.shard import VocabShard
 
@@ -53,7 +53,7 @@ class Entry:
 
 def main(arguments: Sequence[str]) -> int:
     args = parse_arguments(arguments)
-    ranks = Ranks.start(args.device)
+    ranks = BenchRanks.start(args.device)
     rows: list[Row] = []
     facts = report.environment(ranks.device, ["bench.py", *sys.argv[1:]])
     before = signal.signal(signal.SIGTERM, _stop)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(row.status == "failed" for row in rows))
 
 
-def cases(args: argparse.Namespace, ranks: Ranks) -> list[tuple[workload.Shape, int, list[str]]]:
+def cases(args: argparse.Namespace, ranks: BenchRanks) -> list[tuple[workload.Shape, int, list[str]]]:
     """Shape, ranks and budgets of each measurement."""
     base = args.shapes[0]
     if args.sweep == "tokens":

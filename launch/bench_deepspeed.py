@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_fsdp_head import DTYPES, Model, Variant, measure_in_turn, parse
-from benchmark.ranks import Ranks, run_and_exit
+from bench_fsdp_head import Model, Variant, measure_in_turn, parse
+from benchmark.ranks import BenchRanks, run_and_exit
+from flce_dist.options import DTYPES
 
 VARIANTS = ("stock loss", "flce", "never gathered")
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     deepspeed.utils.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     deepspeed.ops.__compatible_ops__ = {}  # nothing is compiled
-    ranks = Ranks.start_several(options.device)
+    ranks = BenchRanks.start_several(options.device)
     device = ranks.device
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     ranks.say(f"{ranks.size} x {name}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, {options.dtype}")

@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 from benchmark import measure, report
-from benchmark.ranks import Ranks, run_and_exit
+from benchmark.ranks import BenchRanks, run_and_exit
 from benchmark.workload import Place
 from flce_dist.attach import attach_loss
 from flce_dist.integrations.fsdp import FlceParallel
@@ -41,7 +41,7 @@ LEARNING_RATE = 1e-3
 
 
 @dataclass
-class Row:
+class TrainingRow:
     """What is reported of a method. Ratios and differences are to full logits in the same setup."""
 
     setup: str
@@ -144,7 +144,7 @@ def make_batch(args: argparse.Namespace, number: int, rank: int, device: torch.d
     return ids[:, :-1], ids[:, 1:]
 
 
-def run(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[Row]:
+def run(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> list[TrainingRow]:
     """Rows of all methods; collective."""
     mesh = DeviceMesh.from_group(group, device.type)
     place = Place(device, group)
@@ -172,7 +172,8 @@ def run(args: argparse.Namespace, group: dist.ProcessGroup, device: torch.device
         ratio = report.median_ratio(by_name[name], by_name[base])
         difference = max(abs(a - b) for a, b in zip(curves[name], curves[base], strict=True))
         peak = measure.extra_peak(one_step, place)
-        rows.append(Row(setup, method, 1e3 * statistics.median(by_name[name]), ratio, peak, curves[name], difference))
+        milliseconds = 1e3 * statistics.median(by_name[name])
+        rows.append(TrainingRow(setup, method, milliseconds, ratio, peak, curves[name], difference))
     return rows
 
 
@@ -197,7 +198,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[TrainingRow]) -> str:
     lines = [
         "| setup | method | ms a step | / logits | extra peak MiB | largest loss difference |",
         "|---|---|---|---|---|---|",
@@ -212,7 +213,7 @@ def table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     args = parse_arguments(arguments)
-    ranks = Ranks.start_several(args.device)
+    ranks = BenchRanks.start_several(args.device)
     group = ranks.first(ranks.size)
     assert group is not None
     rows = run(args, group, ranks.device)

@@ -22,12 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmark import measure, report
-from benchmark.ranks import Ranks, run_and_exit
+from benchmark.ranks import BenchRanks, run_and_exit
 from flce_dist import VocabParallelHead
 from flce_dist.integrations.never_gathered import shard_head
-from flce_dist.options import LossOptionsDict
+from flce_dist.options import DTYPES, LossOptionsDict
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 VARIANTS = ("gathered", "gathered twice", "never gathered")  # twice: resharded between its forward and backward
 
 
@@ -86,7 +85,9 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def measure_in_turn(variants: Sequence[Variant], options: argparse.Namespace, ranks: Ranks) -> dict[str, list[float]]:
+def measure_in_turn(
+    variants: Sequence[Variant], options: argparse.Namespace, ranks: BenchRanks
+) -> dict[str, list[float]]:
     """Measures the variants; rank 0 prints the table.
 
     Returns:
@@ -117,7 +118,7 @@ def parse(arguments: Sequence[str], description: str | None = __doc__) -> argpar
     return parser.parse_args(arguments)
 
 
-def compare(options: argparse.Namespace, ranks: Ranks) -> dict[str, list[float]]:
+def compare(options: argparse.Namespace, ranks: BenchRanks) -> dict[str, list[float]]:
     """`measure_in_turn` of all variants on all ranks."""
     device, tokens = ranks.device, ranks.size * options.tokens
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -132,7 +133,7 @@ def compare(options: argparse.Namespace, ranks: Ranks) -> dict[str, list[float]]
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    compare(options, Ranks.start_several(options.device))
+    compare(options, BenchRanks.start_several(options.device))
     return 0
 
 

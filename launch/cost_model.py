@@ -23,7 +23,7 @@ from benchmark.costs import LINKS, PRODUCTS, Costs, Link, costs_from, fit_error,
 from benchmark.measure_costs import everything
 from benchmark.measure_links import QUICK, Effort
 from benchmark.prediction import check_steps, predict
-from benchmark.ranks import Ranks, run_and_exit
+from benchmark.ranks import BenchRanks, run_and_exit
 
 GPU_SHAPES = ["llama3-8k", "llama3-16k", "gemma2-8k"]
 RANKS = [1, 2, 4, 8, 16, 64]
@@ -116,7 +116,7 @@ def measured_efficiencies(rows: list[dict[str, Any]]) -> dict[str, list[tuple[fl
 
 def measure(args: argparse.Namespace) -> bool:
     """Measures and writes; whether this is the rank that prints."""
-    ranks = Ranks.start(args.device)
+    ranks = BenchRanks.start(args.device)
     on_gpu = args.device == "cuda"
     shapes = args.shapes or [workload.parse_shape(name) for name in (GPU_SHAPES if on_gpu else ["cpu"])]
     dtype, effort = (torch.bfloat16, Effort()) if on_gpu else (torch.float32, QUICK)

@@ -26,7 +26,7 @@ from benchmark import accuracy, floor, measure, methods, plots, report, scaling,
 from benchmark.arguments import parse_arguments
 from benchmark.kernel_table import Interval, time_shares
 from benchmark.methods import Method, Program
-from benchmark.ranks import Ranks
+from benchmark.ranks import BenchRanks
 from benchmark.workload import Problem, Shape
 from flce_dist import plan
 from tests.kit import compare, oracle
@@ -597,7 +597,7 @@ def _sweep(ctx: Context, out: str) -> None:
         args = parse_arguments(
             [*QUICK, "--shapes", "48,16,301", "--methods", "flce,flce-sharded-tokens", "--sweep", "ranks", "--out", out]
         )
-    ranks = Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})
+    ranks = BenchRanks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group})
     rows = []
     for shape, num_ranks, budgets in bench.cases(args, ranks):
         if ctx.rank < num_ranks:
@@ -623,7 +623,7 @@ def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -
 def _fsdp_heads(ctx: Context) -> tuple[list[tuple[str, int]], str]:
     options = bench_fsdp_head.parse(["--rounds", "2", "--round-seconds", "0.01", "--device", "cpu"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        times = bench_fsdp_head.compare(options, Ranks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group}))
+        times = bench_fsdp_head.compare(options, BenchRanks(ctx.rank, ctx.world, CPU, {ctx.world: ctx.group}))
     return [(name, len(seconds)) for name, seconds in times.items()], said.getvalue()
 
 

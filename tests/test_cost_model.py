@@ -12,10 +12,10 @@ import torch
 import cost_model
 from benchmark import costs as costs_module
 from benchmark import measure_costs, prediction
-from benchmark.costs import Collective, Costs, Link, LocalWork, costs_from, fit
+from benchmark.costs import CollectiveCost, Costs, Link, LocalWork, costs_from, fit
 from benchmark.measure_links import Effort
 from benchmark.prediction import Schedule, predict
-from benchmark.ranks import Ranks
+from benchmark.ranks import BenchRanks
 from benchmark.workload import Shape
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit.trace import Trace
@@ -31,7 +31,7 @@ LINK = Link("measured", None, 0.0)
 def constant_costs(**changes: Any) -> Costs:
     """Each product takes 10 s and each kernel 1 s; collectives 0.5 s and 10 us for each byte that a rank sends."""
     stages = {stage: [10.0 if stage in costs_module.PRODUCTS else 1.0, 0.0, 0.0] for stage in costs_module.STAGES}
-    collectives = {name: Collective(0.5, 100e3) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+    collectives = {name: CollectiveCost(0.5, 100e3) for name in ("all_gather", "all_reduce", "reduce_scatter")}
     return Costs(**({
         "stages": stages, "measured": {}, "collectives": collectives, "product_lost": 0.0, "collective_slower": 1.0,
         "small_kernels": 0.0, "host_call": 0.0, "host_chunk": 0.0,
@@ -95,8 +95,8 @@ def test_one_chunk_by_hand() -> None:
     assert guess.efficiency == pytest.approx((3 * 10 + 1) / (2 * guess.gpu))
 
 
-def same_time(seconds: float) -> dict[str, Collective]:
-    return {name: Collective(seconds, 1e15) for name in ("all_gather", "all_reduce", "reduce_scatter")}
+def same_time(seconds: float) -> dict[str, CollectiveCost]:
+    return {name: CollectiveCost(seconds, 1e15) for name in ("all_gather", "all_reduce", "reduce_scatter")}
 
 
 def test_what_a_product_does_not_cover_is_waited_for() -> None:
@@ -116,7 +116,9 @@ def test_what_a_product_does_not_cover_is_waited_for() -> None:
 def test_collectives_queue_up_behind_each_other() -> None:
     """The first chunk's hidden gradient starts in its weight gradient, and runs beside the second half, the second
     chunk's logits and row statistics; the second chunk's statistics wait for it."""
-    costs = constant_costs(collectives={"all_gather": Collective(1.0, 1e15), "all_reduce": Collective(30.0, 1e15)})
+    costs = constant_costs(
+        collectives={"all_gather": CollectiveCost(1.0, 1e15), "all_reduce": CollectiveCost(30.0, 1e15)}
+    )
     guess = predict(20, *HALF, 2, costs, LINK, rows=10)
     assert guess.waits["statistics"] == pytest.approx(1 + (30 - 10 / 2 - 10 - 1) + 1)
     assert guess.waits["hidden gradient"] == pytest.approx(30 - 10 / 2)
@@ -189,13 +191,13 @@ def test_a_measured_step_is_predicted_with_the_chunks_that_it_had() -> None:
     assert check["predicted"] == pytest.approx(4 * (3 * 10 + 1)), "four chunks, and no accumulator to narrow"
 
 
-def measured(ranks: Ranks) -> dict[str, Any]:
+def measured(ranks: BenchRanks) -> dict[str, Any]:
     found = measure_costs.everything([TINY], [1, 2, 4], ranks, torch.float32, SHORT, lambda _: None)
     return json.loads(json.dumps(found))
 
 
 def _measured(ctx: Context) -> dict[str, Any]:
-    return measured(Ranks(ctx.rank, ctx.world, torch.device("cpu"), {ctx.world: ctx.group}))
+    return measured(BenchRanks(ctx.rank, ctx.world, torch.device("cpu"), {ctx.world: ctx.group}))
 
 
 def test_measured_on_two_ranks(workers: Pool) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmark import methods, workload
-from flce_dist.options import parse_bytes
+from flce_dist.options import DTYPES, parse_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 OURS = "flce,flce-narrow,flce-fp32-accum,flce-fp32-logits"
 RIVALS = "eager,compile,torch,liger,liger-chunk16,cce,fla,fla-bf16-accum"
 SHARDED_RIVALS = "loss_parallel,cce,fla,fla-bf16-accum,megatron,verl"

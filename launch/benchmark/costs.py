@@ -114,7 +114,7 @@ LINKS = (
 LL128 protocol (`hwLat` in its src/graph/tuning.cc)."""
 
 
-class Collective(NamedTuple):
+class CollectiveCost(NamedTuple):
     """Seconds of a collective on the measured link, with two ranks, and the bytes a second that a rank sends."""
 
     latency: float
@@ -136,7 +136,7 @@ class Costs:
 
     stages: dict[str, list[float]]
     measured: dict[tuple[str, int, int, int, int, int], float]
-    collectives: dict[str, Collective]
+    collectives: dict[str, CollectiveCost]
     product_lost: float
     collective_slower: float
     small_kernels: float
@@ -190,7 +190,7 @@ def costs_from(measurements: dict[str, Any]) -> Costs:
         ranks = measurements["num_ranks"]
         sent = [(1.0, num_bytes * steps * (ranks - 1) / ranks) for num_bytes, _ in rows]
         latency, per_byte = fit(sent, [seconds for _, seconds in rows])
-        collectives[name] = Collective(latency, 1 / per_byte if per_byte else float("inf"))
+        collectives[name] = CollectiveCost(latency, 1 / per_byte if per_byte else float("inf"))
     together, host = measurements.get("beside", {}), measurements["host"]
     return Costs(
         stages={

@@ -26,7 +26,7 @@ from flce_dist.kernels.spec import RowCoefficients, RowSpec, stats_dtype
 from . import floor, measure, methods, workload
 from .costs import LocalWork
 from .measure_links import Effort, beside, busy_work, collective_times
-from .ranks import Ranks
+from .ranks import BenchRanks
 from .report import median_ratio
 from .workload import Shape
 
@@ -183,7 +183,7 @@ def _step(method: str, problem: workload.Problem, options: dict[str, Any]) -> Ca
 
 
 def everything(
-    shapes: Sequence[Shape], widths: Sequence[int], ranks: Ranks, dtype: torch.dtype, effort: Effort,
+    shapes: Sequence[Shape], widths: Sequence[int], ranks: BenchRanks, dtype: torch.dtype, effort: Effort,
     say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """All measurements of `shapes` as the ranks of groups of `widths` see them."""

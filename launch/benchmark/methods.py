@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce_dist
+from flce_dist.collectives import SumGradient
 from flce_dist.options import LossOptions
 
 from .workload import IGNORE_INDEX, Problem, make_class_weight
@@ -196,21 +197,6 @@ def _fla(problem: Problem, **options: Any) -> Program:
     return Program(loss, problem.hidden, problem.weight)
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose backward sums over the ranks: what a column-parallel linear layer does to its input."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
 def _mean_over_valid(losses: Tensor, target: Tensor) -> Tensor:
     valid = target != IGNORE_INDEX
     return torch.where(valid, losses, 0.0).sum() / valid.sum()
@@ -223,7 +209,7 @@ def _megatron(problem: Problem) -> Program:
         raise Unavailable("needs equal shards of the vocabulary")
 
     def loss() -> Tensor:
-        hidden = _SumGradient.apply(problem.hidden, problem.group)
+        hidden = SumGradient.apply(problem.hidden, problem.group)
         logits = F.linear(hidden, problem.weight)[:, None]
         losses = fused_vocab_parallel_cross_entropy(logits, problem.target[:, None], problem.group)
         return _mean_over_valid(losses[:, 0], problem.target)
@@ -235,7 +221,7 @@ def _verl(problem: Problem) -> Program:
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     def loss() -> Tensor:
-        hidden = problem.hidden if problem.group is None else _SumGradient.apply(problem.hidden, problem.group)
+        hidden = problem.hidden if problem.group is None else SumGradient.apply(problem.hidden, problem.group)
         log_probs, _ = linear_cross_entropy(hidden, problem.weight, problem.target, 1.0, "none", problem.group)
         return _mean_over_valid(-log_probs, problem.target)
 

@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=3)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class BenchRanks:
     """This process among those of a run. `groups` holds the group of the first n ranks by n, for ranks in it."""
 
     rank: int
@@ -30,7 +30,7 @@ class Ranks:
     groups: dict[int, dist.ProcessGroup]
 
     @classmethod
-    def start(cls, device_type: str) -> Ranks:
+    def start(cls, device_type: str) -> BenchRanks:
         """Joins the others when started by torchrun; collective."""
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         device = torch.device("cpu")
@@ -48,7 +48,7 @@ class Ranks:
         return cls(rank, size, device, groups)
 
     @classmethod
-    def start_several(cls, device_type: str) -> Ranks:
+    def start_several(cls, device_type: str) -> BenchRanks:
         """`start`; a process that is alone is ended with code 2."""
         ranks = cls.start(device_type)
         if ranks.size == 1:

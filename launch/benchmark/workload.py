@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import VocabShard
+from flce_dist import LossOptions, VocabShard
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = LossOptions.ignore_index
 
 COMMON_SHARE = 0.94
 """Length of the mean row of a trained head over the mean length of its rows (seen in a model of 130 M parameters)."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from flce_dist.options import LossOptions, nearest
+from flce_dist.options import LossOptions, suggestion
 
 from .schema import Config, ConfigError
 
@@ -110,7 +110,7 @@ def loss_options(loss: Mapping[str, Any]) -> LossOptions:
 
 def ignore_index(config: Config) -> int:
     """The target id that does not count."""
-    return loss_options(config.loss).ignore_index if isinstance(config.loss, Mapping) else -100
+    return loss_options(config.loss).ignore_index if isinstance(config.loss, Mapping) else LossOptions.ignore_index
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _section(cls: Any, raw: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     for key in raw:
         if key not in fields:
-            raise ConfigError(_join(where, key), f"unknown key; {nearest(key, fields, 'known here')}")
+            raise ConfigError(_join(where, key), f"unknown key; {suggestion(key, fields, 'known here')}")
     values = {}
     for name, field in fields.items():
         key = _join(where, name)

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from flce_dist.checks import tied_names
 from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
+from flce_dist.options import DTYPES
 
-from .model import DTYPES, LanguageModel
+from .model import LanguageModel
 from .parallel import DataParallel
 from .schema import ConfigError
 
@@ -74,7 +76,7 @@ class FullySharded(DataParallel):
                 fully_shard(module, mesh=self._mesh, mp_policy=policy)
         head = model.head
         left_out = set(head.parameters()) if isinstance(head, NeverGatheredHead) else set()
-        tied = getattr(head, "weight", None) is getattr(model.causal_lm.get_input_embeddings(), "weight", None)
+        tied = len(tied_names(model, head.get_parameter("weight"))) > 1
         if not left_out and not tied:  # parameters that are shared must be in one unit: the root's
             fully_shard(head, mesh=self.mesh_of(head), mp_policy=policy, reshard_after_forward=False)
         fully_shard(model, mesh=self._mesh, mp_policy=policy, ignored_params=left_out)

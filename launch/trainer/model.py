@@ -19,13 +19,12 @@ from flce_dist.attach import arguments_of
 from flce_dist.backend import row_kernels
 from flce_dist.checks import check_dtypes
 from flce_dist.integrations.transformers import apply
+from flce_dist.options import DTYPES
 from flce_dist.plan import rows_of_call
 
 from .config import loss_options
 from .schema import Config, ConfigError
 from .tokens import TokenFiles
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class LanguageModel(nn.Module):
@@ -128,15 +127,12 @@ def _random(config: Config, tokens: TokenFiles) -> transformers.PreTrainedModel:
     fields: dict[str, Any] = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
     vocab_size = config.model.vocab_size or tokens.vocab_size
-    if tokens.largest_id >= vocab_size:
-        raise ConfigError("model.vocab_size", f"{vocab_size} does not hold the data's largest id {tokens.largest_id}")
-    separator = tokens.separator if tokens.separator < vocab_size else None
     llama = transformers.LlamaConfig(
         **fields,
         rope_parameters=rope,
         vocab_size=vocab_size,
-        bos_token_id=separator,
-        eos_token_id=separator,
+        bos_token_id=tokens.separator,
+        eos_token_id=tokens.separator,
     )
     return transformers.LlamaForCausalLM(llama)
 

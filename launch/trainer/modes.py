@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flce_dist.options import nearest
+from flce_dist.options import suggestion
 
 from .deepspeed import DeepSpeed
 from .fsdp import FullySharded, FullyShardedTensorParallel
@@ -22,7 +22,7 @@ def make_mode(config: Config, ranks: Ranks) -> ParallelMode:
     """The mode of `parallel.mode`, once the batch is known to divide. Raises ConfigError."""
     name = config.parallel.mode
     if name not in MODES:
-        raise ConfigError("parallel.mode", f"unknown mode {name!r}; {nearest(name, MODES)}")
+        raise ConfigError("parallel.mode", f"unknown mode {name!r}; {suggestion(name, MODES)}")
     if (name == "deepspeed") != (config.parallel.deepspeed is not None):
         raise ConfigError("parallel.deepspeed", "a DeepSpeed configuration goes with parallel.mode deepspeed")
     mode = MODES[name](ranks, config)
