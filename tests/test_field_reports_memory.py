@@ -97,22 +97,13 @@ class TestB42Fragmentation:
         assert torch.cuda.max_memory_allocated() - before <= 1.1 * chunk
 
 
-HOST_BOUND = pytest.mark.xfail(
-    reason="a goal that is missed where the host is slower than the GPU (docs/performance.md)", strict=False
-)
-TOKENS_AND_VOCABULARIES = [
-    pytest.param(n, v, marks=HOST_BOUND if n == 16 or (v == 16032 and n <= 1024) else ())
-    for v in (16032, 128256)
-    for n in (1, 16, 128, 1024, 8192)
-]
-
-
 @pytest.mark.gpu
 class TestB43LaunchBound:
     """Slower than linear + cross entropy at short inputs; float32 GEMMs in backward; index kernels in the loop."""
 
     @pytest.mark.timing
-    @pytest.mark.parametrize(("num_tokens", "vocab_size"), TOKENS_AND_VOCABULARIES)
+    @pytest.mark.parametrize("num_tokens", [1, 16, 128, 1024, 8192])
+    @pytest.mark.parametrize("vocab_size", [16032, 128256])
     def test_against_linear_and_cross_entropy(self, num_tokens: int, vocab_size: int) -> None:
         hidden = torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(vocab_size, 4096, device="cuda", dtype=torch.bfloat16) / 64
@@ -130,7 +121,12 @@ class TestB43LaunchBound:
         for _ in range(4):
             ratios.append(self.milliseconds(ours, hidden, weight) / self.milliseconds(eager, hidden, weight))
         ratio = sorted(ratios)[len(ratios) // 2]
-        assert ratio <= (1 / 0.9 if num_tokens >= 1024 else 1.5), ratios
+        assert ratio <= 3.5, ratios
+        goal = 1 / 0.9 if num_tokens >= 1024 else 1.5
+        if ratio > goal and (num_tokens == 16 or (vocab_size == 16032 and num_tokens <= 1024)):
+            # Where the host is slower than the GPU (docs/performance.md).
+            pytest.xfail(f"{ratio:.2f} times linear and cross entropy, more than the goal of {goal:.2f}")
+        assert ratio <= goal, ratios
 
     @staticmethod
     def milliseconds(step: Any, *leaves: torch.Tensor) -> float:
