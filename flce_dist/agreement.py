@@ -27,7 +27,7 @@ class Agreed(NamedTuple):
     """What the ranks of a group told each other: the columns of the largest shard, and whether it is known that all of
     them or none want a gradient in this call, so that a backward runs on all or on none."""
 
-    most_columns: int
+    max_columns: int
     differentiate_alike: bool
 
 
@@ -98,8 +98,8 @@ def agree(
     if message is not None:
         raise ValueError(message)
     assert vocab_size is not None
-    most_columns = max(s.shard.num_columns for s in summaries)
-    known[vocab_size] = Agreed(most_columns, len({s.differentiates for s in summaries}) == 1)
+    max_columns = max(s.shard.num_columns for s in summaries)
+    known[vocab_size] = Agreed(max_columns, len({s.differentiates for s in summaries}) == 1)
     return known[vocab_size]
 
 

@@ -52,7 +52,7 @@ def prepare(args: Arguments, agreed: Agreed | None) -> Prepared:
         kept = (target != options.ignore_index).nonzero()[:, 0]
         hidden, target = hidden.index_select(0, kept), target[kept]
         token_weight = None if token_weight is None else token_weight[kept]
-    tokens = _token_layout(args, hidden, None if agreed is None else agreed.most_columns)
+    tokens = _token_layout(args, hidden, None if agreed is None else agreed.max_columns)
     # The call lives as long as the loss: it must not keep the hidden states and a cast weight alive after backward.
     make_inputs = partial(
         _row_inputs,
@@ -108,16 +108,16 @@ def _row_inputs(
     return RowInputs(ids, shard.local_ids(ids), valid, coefficients, column_weight, column_weight_sum)
 
 
-def _token_layout(args: Arguments, hidden: Tensor, most_columns: int | None) -> TokenLayout:
+def _token_layout(args: Arguments, hidden: Tensor, max_columns: int | None) -> TokenLayout:
     """Chunks from what all ranks know: without the largest shard's columns, those of an even split."""
     setting, group, num_ranks = args.setting, args.group, collectives.world_size(args.group)
     options, (num_tokens, hidden_size) = setting.options, hidden.shape
-    if most_columns is None:
-        most_columns = VocabShard.even(setting.shard.vocab_size, 0, num_ranks).num_columns
+    if max_columns is None:
+        max_columns = VocabShard.even(setting.shard.vocab_size, 0, num_ranks).num_columns
 
     def rows_of(all_tokens: int, sharded: bool) -> int:
         return rows_of_call(
-            options, all_tokens, hidden_size, most_columns, hidden.dtype, num_ranks, sharded, args.needs.weight
+            options, all_tokens, hidden_size, max_columns, hidden.dtype, num_ranks, sharded, args.needs.weight
         )
 
     if group is None or setting.hidden_layout == "replicated":

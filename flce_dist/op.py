@@ -5,8 +5,10 @@ Letters: N rows of the loop (tokens of the group), H hidden, L columns of this r
 Collectives with W > 1 ranks, for each chunk: one all-gather of `[K, C]` statistics (K = 4 without extras), and, where
 the hidden states need a gradient, one reduction of `[C, H]`, which is started before the weight-gradient GEMM. A GEMM
 holds the whole GPU until its last tiles, so the reduction runs beside the one after: that one is therefore made in two
-parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C/W, H]` of each rank.
-Backward calls none, unless it recomputes: then the same but for the statistics.
+parts, a short and a long one. Token-sharded hidden states add one all-gather of `[C/W, H]` of each rank for each chunk,
+and for each call those of the targets and of given token weights, `[max_tokens]` of each rank.
+Backward calls none, unless it recomputes: then the same for each chunk but for the statistics, and with token-sharded
+hidden states and reduction "none" one all-gather of the upstream gradients, likewise.
 """
 
 from __future__ import annotations

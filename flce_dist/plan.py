@@ -93,8 +93,8 @@ def narrow_chunks(accum_dtype: torch.dtype | None, weight_dtype: torch.dtype) ->
     """Chunks up to which the gradient of a 16-bit weight is accumulated in the weight's dtype, and in float32 beyond.
     None: any number, or the weight is wider.
 
-    Unless the user has chosen: `MAX_NARROW_CHUNKS` for bfloat16; none for float16, in which a sum over many tokens may
-    overflow where the scaled gradient would not.
+    `MAX_NARROW_CHUNKS` for bfloat16; 0 for float16, in which a sum over many tokens may overflow where the scaled
+    gradient would not, and where the user has chosen float32.
     """
     if weight_dtype not in (torch.bfloat16, torch.float16) or accum_dtype not in (None, torch.float32):
         return None
