@@ -8,6 +8,7 @@ with fewer tokens are filled up with ignored rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class ReplicatedTokens:
     chunk_rows: int
     group: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def chunks(self) -> list[tuple[int, int]]:
         """Loop-order bounds of the chunks."""
         return _bounds(self.num_rows, self.chunk_rows)
@@ -121,7 +122,7 @@ class ShardedTokens:
     def chunk_rows(self) -> int:
         return self.chunk_tokens * self.num_ranks
 
-    @property
+    @cached_property
     def chunks(self) -> list[tuple[int, int]]:
         """Loop-order bounds of the chunks."""
         return _bounds(self.num_rows, self.chunk_rows)
