@@ -110,6 +110,26 @@ def test_each_feature_names_tests_that_exist() -> None:
     assert [feature for feature, ours in unproven if ours not in ("no", "planned")] == []
 
 
+def test_field_reports_are_listed_and_name_what_exists() -> None:
+    page = (ROOT / "docs" / "field-reports.md").read_text()
+    named = re.findall(r"\[`(\w+)`\]\(\.\./tests/([\w/]+\.py)\)", page)
+    listed, cases, numbers, known = set(), set(), set(), {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        text, file = path.read_text(), str(path.relative_to(ROOT / "tests"))
+        known[file] = {part.name for part in ast.parse(text).body if isinstance(part, ast.FunctionDef | ast.ClassDef)}
+        cases |= {(name, file) for name in known[file] if re.match(r"TestB\d", name)}
+        numbers |= set(re.findall(r"\b(?:Test)?(B\d\d)(?!\d)", text))
+    for row in re.findall(r"^\| B\d.*$", page, flags=re.MULTILINE):
+        number, classes = row[2:5], re.findall(r"`(TestB\w+)`", row)
+        listed.add(number)
+        assert [name for name in classes if not name.startswith(f"Test{number}")] == []
+        assert "https://github.com/" in row
+    assert len(cases) > 20
+    assert cases <= set(named)
+    assert numbers == listed
+    assert [f"{file}::{name}" for name, file in named if name not in known.get(file, ())] == []
+
+
 def rows(heading: str) -> list[list[str]]:
     """Cells of the rows of the first table below a heading of docs/options.md, its head left out."""
     text = (ROOT / "docs" / "options.md").read_text()

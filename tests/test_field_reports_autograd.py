@@ -1,4 +1,7 @@
-"""Faults that people reported of losses of this kind: autograd (B17, B21, B22). Kinds are widened."""
+"""Faults that people reported of losses of this kind: autograd (B17, B21, B22).
+
+The numbers are those of docs/field-reports.md. Kinds are widened.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Faults that people reported of losses of this kind, with real DeepSpeed engines (B26, B32, B33)."""
+"""Faults that people reported of losses of this kind, with real DeepSpeed engines (B26, B32, B33).
+
+The numbers are those of docs/field-reports.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults that people reported of losses of this kind: distribution (B25, B26, B29, B30, B32, B33)."""
+"""Faults that people reported of losses of this kind: distribution (B25, B26, B29, B30, B32, B33).
+
+The numbers are those of docs/field-reports.md.
+"""
 
 from typing import Any
 

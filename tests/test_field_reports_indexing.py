@@ -1,4 +1,7 @@
-"""Faults that people reported of losses of this kind: indexing (B09, B10, B12, B16). Kinds are widened."""
+"""Faults that people reported of losses of this kind: indexing (B09, B10, B12, B16).
+
+The numbers are those of docs/field-reports.md. Kinds are widened.
+"""
 
 from typing import Any
 

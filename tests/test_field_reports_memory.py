@@ -1,5 +1,6 @@
 """Faults that people reported of losses of this kind: install, memory and speed (B35, B41, B42, B43).
 
+The numbers are those of docs/field-reports.md.
 The chunk-size function of B41 is tested in test_plan.py, imports of B35 in test_public_api.py.
 """
 

@@ -1,4 +1,7 @@
-"""Faults that people reported of losses of this kind: numerics (B01, B06, B07, B08). Kinds are widened."""
+"""Faults that people reported of losses of this kind: numerics (B01, B06, B07, B08).
+
+The numbers are those of docs/field-reports.md. Kinds are widened.
+"""
 
 import math
 from typing import Any
