@@ -22,6 +22,11 @@ def span(tensor: Tensor, start: int, stop: int, dim: int = 0) -> Tensor:
     return tensor if size == tensor.shape[dim] else tensor.narrow(dim, start, size)
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory, where a kernel reads them, rather than negated or zero by a bit."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
 def logits_buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised `[rows, columns]` buffer with the row stride that the row kernels require."""
     return span(torch.empty(rows, row_stride(columns), dtype=dtype, device=device), 0, columns, dim=1)

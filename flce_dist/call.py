@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import collectives, row_math
 from .agreement import Agreed
 from .arguments import Arguments, Setting
+from .buffers import in_memory
 from .kernels.spec import stats_dtype
 from .op import Call, RowInputs
 from .options import recomputes
@@ -100,7 +101,7 @@ def _row_inputs(
     column_weight: Tensor | None = None
     column_weight_sum: Tensor | int = shard.vocab_size
     if class_weight is not None and options.label_smoothing:
-        column_weight = shard.take(class_weight).to(dtype).contiguous()
+        column_weight = in_memory(shard.take(class_weight).to(dtype).contiguous())
         column_weight_sum = class_weight.abs().sum(dtype=dtype)
     coefficients = row_math.row_coefficients(
         options, ids, valid, share, shard.vocab_size, class_weight, weight_of_row, normalizer

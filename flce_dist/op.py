@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import collectives, row_math
-from .buffers import logits_buffer, span
+from .buffers import in_memory, logits_buffer, span
 from .checks import is_freed
 from .gemm import WeightGradient, common_row, hidden_grad_into, logits_into
 from .kernels.spec import RowCoefficients, RowSpec, stats_dtype
@@ -241,7 +241,7 @@ def recompute(
 
 def scale_gradients_(call: Call, gradients: Gradients, grad_loss: Tensor, factor: Tensor | float) -> None:
     """Gradients for an upstream gradient of `factor` become those for `grad_loss`, in place."""
-    grad_loss = grad_loss.resolve_neg()  # the kernel reads memory
+    grad_loss = in_memory(grad_loss)
     scale = grad_loss if isinstance(factor, float) and factor == 1.0 else grad_loss / factor
     pairs = zip(gradients, (call.hidden_grad_scale, 1.0, 1.0), strict=True)
     call.kernels.scale_([(gradient, host_factor) for gradient, host_factor in pairs if gradient is not None], scale)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import row_math
+from .kernels.spec import MAX
 
 if TYPE_CHECKING:
     from .op import Call
@@ -55,7 +56,8 @@ def aux_value(name: str, call: Call, stats: Tensor) -> Tensor:
         losses = row_math.z_losses(stats, call.inputs.coefficients, valid, spec)
         return losses if is_per_token(name, call.options.reduction) else losses.sum()
     if name == "lse":
-        return row_math.log_sum_exp(stats)
+        largest = stats[MAX]
+        return torch.where(largest.isinf(), largest, row_math.log_sum_exp(stats))
     if name == "predictions":
         return row_math.predictions(stats, spec)
     if name == "entropy":

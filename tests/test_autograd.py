@@ -421,6 +421,34 @@ def _any_layout(_: Context | None, name: str, reduction: str, backend: Any) -> N
         assert torch.equal(tensor, kept), "an input was written to"
 
 
+def _values_in_bits(_: Context | None, backend: Any) -> None:
+    """What is no parameter, with its values negated by a bit, or 0 by one that says so and without memory."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(6, 8, generator=generator), torch.randn(21, 8, generator=generator)
+    target, magnitudes = torch.randint(21, (6,), generator=generator), torch.rand(21, generator=generator) + 0.1
+    zeros = partial(torch._efficientzerotensor, dtype=torch.float32)
+    for class_weight, upstream in (
+        (torch._neg_view(-magnitudes), torch.tensor(0.7)),
+        (zeros((21,)), torch.tensor(0.7)),
+        (magnitudes, zeros(())),
+    ):
+        leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
+        keywords: dict[str, Any] = {"label_smoothing": 0.2, "reduction": "sum"}
+        loss = linear_cross_entropy(*leaves, target, class_weight=class_weight, backend=backend, **keywords)
+        loss.backward(upstream)
+        expected = oracle.reference(
+            hidden, weight, target, upstream=upstream.clone(), class_weight=class_weight.clone(), **keywords
+        )
+        compare.assert_loss(loss, expected.loss, 1e-5)
+        compare.assert_close(leaves[0].grad, expected.hidden_grad, 1e-5, "hidden gradient")
+        compare.assert_close(leaves[1].grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_values_that_are_not_in_memory(backend: str, pool_for: Any) -> None:
+    pool_for(backend).run(1, _values_in_bits, backend)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_of_the_inputs(layout: str, reduction: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from flce_dist import linear_cross_entropy
 from tests.kit import compare
 from tests.kit.cases import Case, all_pairs, case_id, check, judge, product, run_case
 from tests.kit.workers import Pool
@@ -114,6 +115,13 @@ def test_aux_of_features_that_change_the_logits(workers: Pool) -> None:
         ("softcap", 2.0), ("logit_scale", 3.0), ("label_smoothing", 0.2), ("token_scaling", True), ("z_loss", 1e-2),
     )  # fmt: skip
     check(Case(world=2, bias=True, aux=AUX, options=options, token_weight=True, class_weight=True), workers)
+
+
+@pytest.mark.parametrize("bias", [[0.0, torch.inf, 0.0], [-torch.inf] * 3, [0.0, -torch.inf, 1.0]])
+def test_lse_of_infinite_logits(bias: list[float]) -> None:
+    hidden, weight, target = torch.zeros(2, 2), torch.zeros(3, 2), torch.tensor([0, -100])
+    output: Any = linear_cross_entropy(hidden, weight, target, bias=torch.tensor(bias), aux=("lse",))
+    torch.testing.assert_close(output.lse, torch.logsumexp(torch.tensor(bias), 0).expand(2))
 
 
 def test_aux_not_asked_for_is_none() -> None:
