@@ -215,3 +215,47 @@ def test_losses_of_tokens_are_averaged_over_ranks(
             assert parameter.grad is not None
             moved = (trained[name].double() - make_model(cell).state_dict()[name].double()) / -LR
             torch.testing.assert_close(moved, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _head_inside_another_module(ctx: Context, kind: str) -> None:
+    """DeepSpeed's hooks of the modules around the head are given what the head returned."""
+    import peft
+    import transformers
+
+    from tests.kit.causal_lm import tiny
+
+    def trained(start: Callable[..., Any], section: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model: Any
+        if kind == "lm_head.decoder":
+            shape = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+            config = transformers.BertGenerationConfig(**shape, num_attention_heads=4, is_decoder=True)
+            model = transformers.BertGenerationDecoder(config)
+        else:
+            adapters = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+            model = peft.get_peft_model(tiny(vocab_size=37), adapters)
+        cell = Cell(3, llama=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
+        config = cell.config() | section
+        engine = start(model=model.eval(), optimizer=optimizer, config=config)[0]  # without dropout
+        losses = []
+        for micro_batches in batches(cell, ctx.world)[:2]:
+            ids, labels = (t[ctx.rank * ROWS : (ctx.rank + 1) * ROWS] for t in micro_batches[0])
+            loss = engine(input_ids=ids, labels=labels).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        parameters = gathered(engine)
+        engine.destroy()
+        return losses, parameters
+
+    with deepspeed_ready(ctx) as deepspeed:
+        expected = trained(deepspeed.initialize, {"flce_dist": None})
+        found = trained(initialize, {})
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["lm_head.decoder", "modules_to_save"])
+def test_a_head_inside_another_module(kind: str, engine_workers: Engines) -> None:
+    pytest.importorskip("peft", reason='needs peft: pip install ".[hf]"')
+    engine_workers(2).run(2, _head_inside_another_module, kind)

@@ -262,10 +262,8 @@ def keep_returned(module: nn.Module, args: Any, output: Any) -> Any:
     call = shared.call
     if call is None:
         return None
-    if not torch.compiler.is_compiling():
-        if not isinstance(output, StandIn):  # of a hook
-            output = StandIn.of(output, type(shared.model).__name__)
-        output.state.in_head = False
+    if not isinstance(output, StandIn) and not torch.compiler.is_compiling():  # of a hook
+        output = StandIn.of(output, type(shared.model).__name__)
     call.returned = output
     return output
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +30,6 @@ class _Use:
 
     model: str
     by: str | None = None
-    in_head: bool = False
-    """Whether the head's forward hooks are still to come."""
 
 
 class StandIn(Tensor):
@@ -40,15 +40,15 @@ class StandIn(Tensor):
     state: _Use
 
     @classmethod
-    def of(cls, tensor: Tensor, model: str, in_head: bool = False) -> StandIn:
+    def of(cls, tensor: Tensor, model: str) -> StandIn:
         """A new one for the model of this name."""
-        return cls._made(tensor, _Use(model, in_head=in_head))
+        return cls._made(tensor, _Use(model))
 
     @classmethod
     def of_head(cls, value: Tensor, model: str) -> StandIn:
         """What a head's forward returns; not a view, of which FSDP2 would warn."""
         made: StandIn = torch.Tensor._make_subclass(cls, value)
-        made.state = _Use(model, in_head=True)
+        made.state = _Use(model)
         return made
 
     @classmethod
@@ -72,7 +72,7 @@ class StandIn(Tensor):
         self.state.by = by
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, keywords = func.__name__, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":  # of shape, device and the like; of data as well
@@ -91,8 +91,7 @@ class StandIn(Tensor):
                 return result if result is first else cls._made(result, first.state)
             for each in used.values():
                 each.use(name)
-            # DeepSpeed detaches in an autograd function of its own.
-            if name not in _CHANGES and not (name == "detach" and first.state.in_head):
+            if name not in _CHANGES and not (name == "detach" and _is_deepspeed(sys._getframe(1))):
                 raise UnsupportedForward(
                     f"{first.state.model} uses its logits in another way than was declared, by {name}: between head "
                     "and loss a model may scale, shift and cap them (logit_scale=, softcap=), cast and move them. "
@@ -105,7 +104,13 @@ class StandIn(Tensor):
                     "head, a learned temperature?), which would get no gradient"
                 )
             result = func(*args, **keywords)
-            return cls.of(result, first.state.model, first.state.in_head) if isinstance(result, Tensor) else result
+            return cls.of(result, first.state.model) if isinstance(result, Tensor) else result
+
+
+def _is_deepspeed(caller: types.FrameType) -> bool:
+    """Whether its hooks are at work, which detach the output of each module, the ones around the head too, in an
+    autograd function that hands the gradient on."""
+    return str(caller.f_globals.get("__name__")).startswith("deepspeed.")
 
 
 def plain(tensor: Tensor) -> Tensor:
