@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import linear_cross_entropy
-from .checks import check_own_forward, check_vocab_shard, checked_count, checked_layout
+from .checks import check_own_forward, check_vocab_shard, check_weight, checked_count, checked_layout
 from .options import HiddenLayout, LossOptions, LossOptionsDict, options_of, to_float
 from .outputs import LossOutput
 from .row_math import scaled_and_capped
@@ -185,6 +185,7 @@ class VocabParallelHead(_LossModule):
 
         Raises:
             TypeError: `linear` is no plain `nn.Linear`, for example an adapter around one, or its forward was replaced.
+            ValueError: its weight is sharded or freed, as FSDP and ZeRO-3 leave it.
             TypeError, ValueError: as the class raises them.
         """
         if type(linear) is not nn.Linear:
@@ -192,6 +193,7 @@ class VocabParallelHead(_LossModule):
                 f"expected an nn.Linear, got {type(linear).__name__}: what else it computes would be left out"
             )
         check_own_forward(linear, "the linear layer")
+        check_weight(linear.weight, linear.in_features)
         head = cls(
             linear.in_features, linear.out_features, group, linear.bias is not None, hidden_layout=hidden_layout,
             hidden_grad_scale=hidden_grad_scale, device="meta", dtype=linear.weight.dtype, **options,

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.kit.workers import Context, Pool
+from tests.test_checks_ranks import assert_all_raise
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
 
@@ -32,10 +34,12 @@ def _wrap(ctx: Context, model: Any, how: str, early: bool) -> tuple[Any, Any]:
         apply(model)
     if how == "ddp":
         wrapped = DistributedDataParallel(model, process_group=ctx.group)
-    elif how == "fsdp1":
+    elif how.startswith("fsdp1"):
+        policy = ModuleWrapPolicy({torch.nn.Linear}) if how == "fsdp1 own unit" else None
         wrapped = FullyShardedDataParallel(
-            model, process_group=ctx.group, use_orig_params=True, device_id=torch.device("cpu")
-        )
+            model, process_group=ctx.group, auto_wrap_policy=policy, use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )  # fmt: skip
     else:
         mesh = ctx.mesh(4, names=("data",))
         for layer in model.model.layers:
@@ -63,7 +67,7 @@ def _train(ctx: Context, how: str, early: bool, kind: str) -> dict[str, Tensor]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if how == "fsdp1":
+    if how.startswith("fsdp1"):
         with FullyShardedDataParallel.summon_full_params(wrapped):
             return {name.replace("_fsdp_wrapped_module.", ""): p.clone() for name, p in model.named_parameters()}
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
@@ -86,6 +90,7 @@ def _stock(kind: str) -> dict[str, Tensor]:
         ("ddp", False, "Gemma2"),
         ("fsdp1", True, "Gemma2"),
         ("fsdp1", False, "Llama"),
+        ("fsdp1 own unit", False, "Llama"),
         ("fsdp2 root", True, "Llama"),
         ("fsdp2 own unit", True, "Gemma2"),
         ("fsdp2 own unit", False, "Llama"),
@@ -98,6 +103,19 @@ def test_parameters_after_steps_are_those_of_one_process(how: str, early: bool, 
         assert parameters.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _sharded_behind_fsdp1(ctx: Context, use_orig_params: bool) -> None:
+    model = tiny()
+    FullyShardedDataParallel(
+        model, process_group=ctx.group, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    apply(model, ctx.group)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_head_that_fsdp1_has_sharded_is_not_cut(use_orig_params: bool, workers: Pool) -> None:
+    assert_all_raise(workers.outcomes(2, _sharded_behind_fsdp1, use_orig_params), "ValueError", "FSDP")
 
 
 def _counts(ctx: Context) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from ... import collectives
@@ -48,6 +49,8 @@ def find_heads(model: Any) -> list[nn.Module]:
         TypeError: there is none, or an adapter is around it, whose part the loss would leave out.
     """
     head = owner_of_head(model).get_output_embeddings()
+    if isinstance(head, FullyShardedDataParallel):  # a unit of its own, whose forward calls the layer's
+        head = head.module
     if "peft" not in sys.modules:
         return [head]
     from peft.tuners.tuners_utils import BaseTunerLayer
