@@ -166,13 +166,20 @@ def test_recomputed_and_compiled_models(replicas: int, ways: tuple[str, ...], wo
             assert_close(embedding, found[0][1], 1e-12, "embedding gradient")
 
 
+class StockModel(Model):
+    """The loss of each token, by torch."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+
+
 def a_loss_a_token(ctx: Context, replicas: int) -> list[tuple[Tensor, Tensor]]:
-    """Gradients from the mean of a rank's own losses: of a head that is never gathered, and of a whole one."""
+    """Gradients from the mean of a rank's own losses: of a head that is never gathered, and of a whole one with torch's
+    loss."""
     mesh, grads = mesh_of(ctx, replicas), []
-    for gathered in (False, True):
-        model = Model()
-        if gathered:
-            attach_loss(model.lm_head, reduction="none")
+    for model in (Model(), StockModel()):
+        if isinstance(model, StockModel):
             fully_shard(model, mesh=mesh)
         else:
             head = shard_head(model, "lm_head", mesh, reduction="none")
