@@ -26,6 +26,7 @@ from tests.kit.engines import (
     Trained,
     batches,
     deepspeed_ready,
+    engine_of,
     gathered,
     judge,
     make_model,
@@ -36,12 +37,6 @@ from tests.kit.workers import Context, Pool
 
 Engines = Callable[[int], Pool]
 DATA = {"vocab_parallel": "data"}
-
-
-def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
-    model = model or make_model(cell)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return initialize(model=model, optimizer=optimizer, config=cell.config() | replaced)[0]
 
 
 def inputs_of(cell: Cell, ctx: Context) -> tuple[Tensor, Tensor]:

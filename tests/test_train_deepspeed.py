@@ -16,10 +16,9 @@ pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
 import train
 from flce_dist.integrations.deepspeed import read_section
 from tests.kit.engines import deepspeed_ready
+from tests.kit.processes import ROOT, Processes
 from tests.kit.runs import (
-    ROOT,
     TRAIN,
-    Processes,
     Workplace,
     assert_same_curve,
     curve,

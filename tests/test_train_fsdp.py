@@ -17,7 +17,8 @@ pytest.importorskip("transformers", reason="the trainer's tests need the [train]
 import torch
 
 import train
-from tests.kit.runs import ROOT, TRAIN, Workplace, assert_same_curve, curve, held_out_loss, resumable_copy, run_trainer
+from tests.kit.processes import ROOT
+from tests.kit.runs import TRAIN, Workplace, assert_same_curve, curve, held_out_loss, resumable_copy, run_trainer
 from tests.kit.workers import Context, Pool
 
 pytestmark = pytest.mark.timeout(600)

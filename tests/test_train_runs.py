@@ -21,7 +21,8 @@ import torch
 
 import compare
 import train
-from tests.kit.runs import ROOT, STEPS, TRAIN, Workplace, assert_same_curve, curve, held_out_loss
+from tests.kit.processes import ROOT
+from tests.kit.runs import STEPS, TRAIN, Workplace, assert_same_curve, curve, held_out_loss
 from trainer.checkpoint import complete
 from trainer.report import read_metrics
 
