@@ -32,6 +32,7 @@ from benchmark.workload import Problem, Shape
 from flce_dist import plan
 from tests.kit import compare, oracle
 from tests.kit.processes import ROOT, start_ranks
+from tests.kit.skips import needs
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -278,7 +279,7 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Those that are drawn, by the name of their file."""
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need the [bench] extra")
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason=needs("bench"))
     drawn: dict[str, Any] = {}
     save = pyplot.Figure.savefig
 
@@ -610,7 +611,7 @@ def _sweep(ctx: Context, out: str) -> None:
 
 
 def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    pytest.importorskip("matplotlib", reason=needs("bench"))
     workers.run(2, _sweep, str(tmp_path))
     rows = {
         (row["num_ranks"], row["method"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -641,7 +642,7 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
 @pytest.mark.timeout(300)
 def test_deepspeed_variants(tmp_path: Path) -> None:
     """The command of the script's docstring, with shorter rounds."""
-    pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+    pytest.importorskip("deepspeed", reason=needs("deepspeed"))
     script = ROOT / "launch" / "bench_deepspeed.py"
     assert f"torchrun --standalone --nproc-per-node 2 launch/{script.name} --device cpu --dtype float32" in (
         bench_deepspeed.__doc__ or ""

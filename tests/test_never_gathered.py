@@ -20,6 +20,7 @@ from flce_dist.clip import clip_grad_norm_
 from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
 from tests.kit.compare import assert_close
 from tests.kit.data_parallel import Cell, H, Model, V, batch, mesh_of, reference, train, wrap
+from tests.kit.skips import needs
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -373,7 +374,7 @@ def causal_lm(ctx: Context) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def test_a_causal_lm_of_transformers(workers: Pool) -> None:
-    pytest.importorskip("transformers", reason="needs the [train] extra")
+    pytest.importorskip("transformers", reason=needs("hf"))
     from tests.kit.causal_lm import VOCAB, tiny
 
     model = tiny(tie_word_embeddings=False)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("train"))
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 import train
 from flce_dist.integrations.deepspeed import read_section

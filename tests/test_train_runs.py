@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("train"))
 
 import torch
 
