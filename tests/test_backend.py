@@ -17,6 +17,7 @@ import torch
 from flce_dist import versions
 from flce_dist.backend import row_kernels
 from flce_dist.kernels import torch_rows
+from tests.kit.skips import NO_TRITON, needs
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.device("cuda", 0)
@@ -37,12 +38,12 @@ def without(monkeypatch: Patch, package: str) -> None:
 
 
 def old_gpu(monkeypatch: Patch) -> None:
-    pytest.importorskip("triton")  # without it, that is the reason
+    pytest.importorskip("triton", reason=NO_TRITON)  # without it, that is the reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
 
 
 def old_triton(monkeypatch: Patch) -> None:
-    triton = pytest.importorskip("triton")
+    triton = pytest.importorskip("triton", reason=NO_TRITON)
     monkeypatch.setattr(triton, "__version__", "3.5.1")
 
 
@@ -76,7 +77,7 @@ def test_triton_is_refused_with_the_reason(name: str, monkeypatch: Patch) -> Non
 
 
 def test_the_interpreter_without_numpy(monkeypatch: Patch) -> None:
-    triton = pytest.importorskip("triton")
+    triton = pytest.importorskip("triton", reason=NO_TRITON)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     without(monkeypatch, "numpy")
     with pytest.raises(ValueError, match="interpreter needs numpy"):
@@ -91,7 +92,7 @@ def test_the_interpreter_of_an_older_triton_with_a_newer_numpy(
     triton_version: str, numpy_version: str, runs: bool, monkeypatch: Patch
 ) -> None:
     """numpy 2.4 makes no number of an array of one element, which Triton 3.6 asks it to."""
-    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    triton, numpy = pytest.importorskip("triton", reason=NO_TRITON), pytest.importorskip("numpy", reason=needs("test"))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(triton, "__version__", triton_version)
     monkeypatch.setattr(numpy, "__version__", numpy_version)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import bench
+import bench_deepspeed
 import bench_fsdp_head
 import gpu_check
 from benchmark import accuracy, floor, measure, methods, plots, report, scaling, workload
@@ -30,6 +31,8 @@ from benchmark.ranks import BenchRanks
 from benchmark.workload import Problem, Shape
 from flce_dist import plan
 from tests.kit import compare, oracle
+from tests.kit.processes import ROOT, start_ranks
+from tests.kit.skips import needs
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -276,7 +279,7 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Those that are drawn, by the name of their file."""
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need the [bench] extra")
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason=needs("bench"))
     drawn: dict[str, Any] = {}
     save = pyplot.Figure.savefig
 
@@ -608,7 +611,7 @@ def _sweep(ctx: Context, out: str) -> None:
 
 
 def test_a_sweep_over_ranks_writes_efficiencies(tmp_path: Path, workers: Pool) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    pytest.importorskip("matplotlib", reason=needs("bench"))
     workers.run(2, _sweep, str(tmp_path))
     rows = {
         (row["num_ranks"], row["method"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -634,6 +637,24 @@ def test_gathered_and_never_gathered_heads(workers: Pool) -> None:
         assert bool(said) == (said is results[0][1])
     assert "hidden states of 256 tokens travel instead of 1,001 rows of the weight (0.26 of them)" in results[0][1]
     assert re.search(r"^never gathered +[\d.]+ +[\d.]+ +- +\d+$", results[0][1], flags=re.MULTILINE)
+
+
+@pytest.mark.timeout(300)
+def test_deepspeed_variants(tmp_path: Path) -> None:
+    """The command of the script's docstring, with shorter rounds."""
+    pytest.importorskip("deepspeed", reason=needs("deepspeed"))
+    script = ROOT / "launch" / "bench_deepspeed.py"
+    assert f"torchrun --standalone --nproc-per-node 2 launch/{script.name} --device cpu --dtype float32" in (
+        bench_deepspeed.__doc__ or ""
+    )
+    arguments = ["--device", "cpu", "--dtype", "float32", "--rounds", "2", "--round-seconds", "0.01"]
+    code, said = start_ranks(2, script, arguments, tmp_path).finish()
+    assert code == 0, said
+    assert said.count("64 tokens a rank, H 32, V 1,001") == 1
+    rows = re.findall(r"^(\w[\w ]*?) +([\d.]+) +([\d.]+) +- +\d+$", said, flags=re.MULTILINE)
+    assert [name for name, *_ in rows] == list(bench_deepspeed.VARIANTS)
+    assert all(float(milliseconds) > 0 for _, milliseconds, _ in rows)
+    assert rows[0][2] == "1.000"
 
 
 def test_gpu_check_lists_each_file_that_ended_badly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def test_all_kinds_train_alike(written: dict[str, tuple[str, dict[str, Tensor]]]
     _, first = written["one process"]
     start = workers.run(1, initial)[0]
     assert not torch.equal(first["lm_head.weight"], start["lm_head.weight"])
+    assert first["lm_head.weight exp_avg"].any()  # weight decay alone would have moved the weight
     for _, state in written.values():
         torch.testing.assert_close(state["lm_head.weight"], first["lm_head.weight"], rtol=1e-3, atol=1e-3)
 

@@ -18,6 +18,7 @@ from benchmark.prediction import Schedule, predict
 from benchmark.ranks import BenchRanks
 from benchmark.workload import Shape
 from flce_dist import VocabShard, linear_cross_entropy
+from tests.kit.skips import needs
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -233,7 +234,7 @@ def test_from_a_measurement_to_a_table(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_plot_of_predicted_and_measured_efficiencies(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    pytest.importorskip("matplotlib", reason=needs("bench"))
     bench, plot = tmp_path / "results.json", tmp_path / "plot.png"
     row = {"shape": "llama3-8k", "method": "flce", "setting": "", "num_ranks": 2, "efficiency": 0.97}
     other = [row | {"method": "eager"}, row | {"setting": "rows=2"}, row | {"efficiency": None}]
@@ -245,7 +246,7 @@ def test_a_plot_of_predicted_and_measured_efficiencies(tmp_path: Path) -> None:
 
 
 def test_a_plot_from_one_rank_has_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the [bench] extra")
+    pytest.importorskip("matplotlib", reason=needs("bench"))
     alone, plot = tmp_path / "costs.json", tmp_path / "plot.png"
     content = json.loads(DOCUMENTED.read_text())
     alone.write_text(json.dumps(content | {"collectives": {}, "steps": []}))

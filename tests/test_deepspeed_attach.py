@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 from flce_dist import VocabParallelHead
 from flce_dist.attach import detach_loss
@@ -26,6 +28,7 @@ from tests.kit.engines import (
     Trained,
     batches,
     deepspeed_ready,
+    engine_of,
     gathered,
     judge,
     make_model,
@@ -36,12 +39,6 @@ from tests.kit.workers import Context, Pool
 
 Engines = Callable[[int], Pool]
 DATA = {"vocab_parallel": "data"}
-
-
-def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
-    model = model or make_model(cell)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return initialize(model=model, optimizer=optimizer, config=cell.config() | replaced)[0]
 
 
 def inputs_of(cell: Cell, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 from flce_dist.integrations.deepspeed import initialize
-from tests.kit.engines import LR, Cell, H, Trained, batches, deepspeed_ready, gathered, joined, make_model, steps
+from tests.kit.engines import (
+    Cell,
+    H,
+    Trained,
+    batches,
+    deepspeed_ready,
+    engine_of,
+    gathered,
+    joined,
+    make_model,
+    steps,
+)
 from tests.kit.workers import Context, Pool
 
 Engines = Callable[[int], Pool]
 DATA = {"vocab_parallel": "data"}
 AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
-
-
-def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
-    model = model or make_model(cell)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    return initialize(model=model, optimizer=optimizer, config=cell.config() | replaced)[0]
 
 
 def _resume(ctx: Context, cell: Cell, folder: str) -> None:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 from flce_dist.integrations.deepspeed import initialize, step_normalizer
 from tests.kit.engines import (

@@ -18,6 +18,7 @@ from flce_dist import LossOptions
 from flce_dist.integrations.deepspeed import Section, SectionWarning, json_schema, read_section
 from flce_dist.integrations.deepspeed.section import VocabParallel, load_config
 from flce_dist.options import CHOICES, DTYPES
+from tests.kit.skips import needs
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "deepspeed"
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
@@ -152,7 +153,7 @@ class TestAsDeepSpeedReadsIt:
 
     @pytest.fixture(autouse=True)
     def _deepspeed(self) -> None:
-        pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+        pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
     def test_path(self, tmp_path: Path) -> None:
         path = tmp_path / "config.hjson"
@@ -268,7 +269,7 @@ def no_float_holds_a_number_of(config: dict[str, Any]) -> bool:
 
 
 def test_the_schema_accepts_each_value_of_each_key_that_the_parser_accepts() -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    jsonschema = pytest.importorskip("jsonschema", reason=needs("test"))
     is_valid = jsonschema.Draft202012Validator(SCHEMA).is_valid
     configs = [{"flce_dist": {key: value}, **ZERO3} for key in KEYS for value in CORNERS]
     differ = [config["flce_dist"] for config in configs if is_valid(config) != accepted(config)]
@@ -280,7 +281,7 @@ def test_the_schema_accepts_each_value_of_each_key_that_the_parser_accepts() -> 
 @given(CONFIGS_LIKE_OURS)
 def test_the_schema_accepts_random_configurations_that_the_parser_accepts(config: dict[str, Any]) -> None:
     """What it cannot say is not drawn: 2.0 is an integer to JSON Schema, and "0.1B" is less than one byte."""
-    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    jsonschema = pytest.importorskip("jsonschema", reason=needs("test"))
     valid = jsonschema.Draft202012Validator(SCHEMA).is_valid(config)
     assert valid == accepted(config) or no_float_holds_a_number_of(config)
 
@@ -312,13 +313,13 @@ def test_the_schema_accepts_random_configurations_that_the_parser_accepts(config
 )
 @pytest.mark.parametrize("spelling", ["flce_dist", "loss"])
 def test_bounds_are_in_the_schema(section: dict[str, Any], valid: bool, spelling: str) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    jsonschema = pytest.importorskip("jsonschema", reason=needs("test"))
     config = {spelling: section | ({"type": "flce_dist"} if spelling == "loss" else {})}
     assert jsonschema.Draft202012Validator(SCHEMA).is_valid(config) == valid == accepted(config)
 
 
 def test_defaults_and_our_configurations_are_valid() -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="needs the [test] extra")
+    jsonschema = pytest.importorskip("jsonschema", reason=needs("test"))
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     properties = SCHEMA["properties"]["flce_dist"]["properties"]
     defaults = {name: schema["default"] for name, schema in properties.items() if "default" in schema}

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[hf]")
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("hf"))
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 from flce_dist.integrations.deepspeed import attach_to_trainer, initialize, step_normalizer
 from tests.kit.causal_lm import VOCAB, tiny
@@ -201,7 +203,7 @@ def _trainer(ctx: Context, section: dict[str, Any] | None, folder: str) -> list[
 
 def test_a_trainers_sequence_parallelism_is_that_of_the_stock_loss(engine_workers: Engines, tmp_path: Path) -> None:
     """`ParallelismConfig(sp_size=2, sp_backend="deepspeed")`: the Trainer weighs the ranks' losses itself."""
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    pytest.importorskip("accelerate", reason=needs("hf"))
     expected = engine_workers(2).run(2, _trainer, None, str(tmp_path))[0]
     found = engine_workers(2).run(2, _trainer, {}, str(tmp_path))[0]
     assert len(found) == 3

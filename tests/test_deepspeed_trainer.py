@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[hf]")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("hf"))
+pytest.importorskip("accelerate", reason=needs("hf"))
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 import accelerate
 import transformers
@@ -267,7 +269,7 @@ def _sft(ctx: Context, run: Run, folder: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_an_sft_trainer(stage: int, engine_workers: Engines, tmp_path: Path) -> None:
     """Its loss, gradient norm and metrics are those of its own fused head."""
-    pytest.importorskip("trl", reason="needs trl: pip install flce_dist[hf]")
+    pytest.importorskip("trl", reason=needs("hf"))
     expected = engine_workers(2).run(2, _sft, Run(stage, None), str(tmp_path))[0]
     found = engine_workers(2).run(2, _sft, Run(stage), str(tmp_path))[0]
     assert len(found) == len(expected) == STEPS

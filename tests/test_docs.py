@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from flce_dist import LossOptions, LossOutput, linear_cross_entropy
 from flce_dist.arguments import MAX_EXACT_ID
 from flce_dist.plan import MAX_NARROW_CHUNKS, default_budget
+from tests.kit.processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -231,12 +231,9 @@ def run_program(program: str, folder: Path) -> list[str]:
     size = int(command[1] or 1)
     (folder / command[2]).write_text(program)
     (folder / "runner.py").write_text(RUNNER)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     common = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if size > 1:
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     processes = [
         subprocess.Popen(
             [sys.executable, "runner.py", command[2]],

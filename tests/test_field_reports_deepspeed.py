@@ -15,7 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 from flce_dist import count_valid_tokens, linear_cross_entropy
 from flce_dist.integrations.deepspeed import initialize

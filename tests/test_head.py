@@ -59,6 +59,10 @@ def test_initial_full_weight_is_the_same_for_a_seed_at_any_world(vocab_size: int
     assert not torch.equal(workers.run(2, _initial, vocab_size, bias, 6)[0]["weight"], alone.weight)
 
 
+def _logits_upstream(case: Case) -> Tensor:
+    return torch.randn(*case.lead, case.vocab_size, generator=torch.Generator().manual_seed(case.seed))
+
+
 def _forward(ctx: Context, case: Case, options: dict[str, Any], how: str) -> dict[str, Any]:
     full = make_inputs(case)
     linear = nn.Linear(case.hidden_size, case.vocab_size, bias=case.bias)
@@ -69,48 +73,67 @@ def _forward(ctx: Context, case: Case, options: dict[str, Any], how: str) -> dic
     group = ctx.group if how == "group" else None
     head = VocabParallelHead.from_linear(linear, group, **options)
     hidden = full.hidden.requires_grad_()
+
+    def gradients_of(output: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        output.backward(upstream)
+        grads = [hidden.grad, *(full_of(parameter.grad) for parameter in head.parameters())]
+        hidden.grad = None
+        head.zero_grad()
+        return tuple(grads)
+
     loss = head(hidden, full.target)
-    loss.backward(full.upstream)
+    loss_grads = gradients_of(loss, full.upstream)
     with torch.no_grad():
         evaluated = head.eval()(hidden, full.target)
-        logits = head(hidden)
-    assert head.weight.grad is not None
+    logits = head(hidden)
+    columns = slice(head.shard.start, head.shard.start + head.shard.num_columns)
+    logits_grads = gradients_of(logits, _logits_upstream(case)[..., columns])
     return {
         "loss": loss.detach(),
         "evaluated": evaluated,
-        "logits": logits,
-        "hidden_grad": hidden.grad,
-        "weight_grad": full_of(head.weight.grad),
-        "bias_grad": full_of(head.bias.grad) if case.bias else None,
-        "shard": head.shard,
+        "logits": logits.detach(),
+        "loss_grads": loss_grads,
+        "logits_grads": logits_grads,
+        "columns": columns,
         "same_parameter": head.weight is linear.weight,
     }
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "z_loss": 1e-2}, {"label_smoothing": 0.1, "chunk_rows": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 4.0, "z_loss": 1e-2},
+        {"label_smoothing": 0.1, "chunk_rows": 3},
+        {"logit_scale": 0.3},
+        {"logit_scale": 0.3, "softcap": 2.0},
+    ],
+)
 def test_loss_gradients_and_logits(world: int, bias: bool, options: dict[str, Any], workers: Pool) -> None:
+    """And the gradients of the logits."""
     oracle_options = tuple((k, v) for k, v in options.items() if k != "chunk_rows")
     case = Case(lead=(2, 5), world=world, bias=bias, options=oracle_options)
     expected = reference_of(case)
     full = make_inputs(case)
-    cap = options.get("softcap")
-    products = full.hidden.double() @ full.weight.double().T
-    logits = oracle.scaled_logits(products, None if full.bias is None else full.bias.double(), cap, 1.0)
+    leaves = [t.double().requires_grad_() for t in (full.hidden, full.weight, full.bias) if t is not None]
+    logits = oracle.scaled_logits(
+        leaves[0] @ leaves[1].T, leaves[2] if bias else None, options.get("softcap"), options.get("logit_scale", 1.0)
+    )
+    logits.backward(_logits_upstream(case).double())
+    names = ["hidden", "weight", "bias"][: len(leaves)]
     results = workers.run(world, _forward, case, options, "group")
     compare.assert_same_bits([r["loss"] for r in results], "loss")
     for result in results:
         compare.assert_loss(result["loss"], expected.loss, 1e-5)
         compare.assert_same_bits([result["loss"], result["evaluated"]], "loss in evaluation")
-        compare.assert_close(result["hidden_grad"], expected.hidden_grad, 1e-5, "hidden gradient")
-        compare.assert_close(result["weight_grad"], expected.weight_grad, 1e-5, "weight gradient")
-        if bias:
-            compare.assert_close(result["bias_grad"], expected.bias_grad, 1e-5, "bias gradient")
-        shard = result["shard"]
-        local = logits[..., shard.start : shard.start + shard.num_columns]
-        assert result["logits"].shape == (2, 5, shard.num_columns)
+        local = logits[..., result["columns"]]
+        assert result["logits"].shape == local.shape
         compare.assert_close(result["logits"], local, 1e-5, "local logits")
+        for at, name in enumerate(names):
+            compare.assert_close(result["loss_grads"][at], getattr(expected, f"{name}_grad"), 1e-5, f"{name} gradient")
+            compare.assert_close(result["logits_grads"][at], leaves[at].grad, 1e-5, f"{name} gradient of the logits")
 
 
 def test_from_linear_without_a_group_keeps_the_parameter(workers: Pool) -> None:
@@ -139,12 +162,22 @@ def _trains(ctx: Context, steps: int, group_of: str) -> tuple[list[float], Tenso
     return losses, full_of(head.weight)
 
 
-def test_training_with_adamw_is_the_same_at_any_world(workers: Pool) -> None:
-    losses, weight = workers.run(1, _trains, 6, "none")[0]
-    for world in (2, 3, 4):
-        for other_losses, other_weight in workers.run(world, _trains, 6, "group"):
-            torch.testing.assert_close(torch.tensor(other_losses), torch.tensor(losses), rtol=1e-5, atol=0)
-            compare.assert_close(other_weight, weight.double(), 1e-4, "weight after 6 steps")
+def test_training_with_adamw_is_that_of_a_linear_layer_at_any_world(workers: Pool) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(H, V, bias=False)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-2)
+    losses = []
+    for step in range(6):
+        full = make_inputs(Case(seed=step))
+        loss = nn.functional.cross_entropy(linear(full.hidden).flatten(0, -2), full.target.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for world, group_of in ((1, "none"), (1, "group"), (2, "group"), (3, "group"), (4, "group")):
+        for found, weight in workers.run(world, _trains, 6, group_of):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=0)
+            compare.assert_close(weight, linear.weight, 1e-4, "weight after 6 steps")
 
 
 def _checkpoint(ctx: Context, folder: str, load: bool, save: bool, bias: bool) -> dict[str, Tensor]:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from tests.kit.skips import needs
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
 
 from flce_dist import VocabParallelHead, VocabShard  # noqa: E402
 from flce_dist.attach import attach_loss  # noqa: E402
@@ -103,7 +104,7 @@ def test_an_image_and_text() -> None:
 @pytest.mark.parametrize("early", [True, False], ids=["before", "behind"])
 def test_hooks_of_a_device_map(early: bool) -> None:
     """accelerate puts its own forward into each module."""
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    accelerate = pytest.importorskip("accelerate", reason=needs("hf"))
     model = tiny()
     expected = loss_and_grads(model)
     if early:
@@ -116,7 +117,7 @@ def test_hooks_of_a_device_map(early: bool) -> None:
 
 
 def test_an_offloaded_head_is_refused() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    accelerate = pytest.importorskip("accelerate", reason=needs("hf"))
     model = tiny()
     accelerate.cpu_offload(model.lm_head, torch.device("cpu"))
     apply(model)
@@ -680,7 +681,7 @@ def _trained_copy(ctx: Context) -> None:
 
 
 def test_a_head_with_a_trained_copy_cannot_be_sharded(workers: Pool) -> None:
-    pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
+    pytest.importorskip("peft", reason=needs("hf"))
     assert_all_raise(workers.outcomes(2, _trained_copy), "TypeError", "modules_to_save")
 
 

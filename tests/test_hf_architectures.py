@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+from tests.kit.skips import needs
+
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
 
 from tests.kit.architectures import architectures, compare  # noqa: E402
 

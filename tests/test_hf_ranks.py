@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.kit.skips import needs
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
 
 from flce_dist.integrations.never_gathered import shard_head  # noqa: E402
 from flce_dist.integrations.transformers import apply, apply_to_trainer  # noqa: E402
@@ -187,7 +188,7 @@ def _trainer(ctx: Context, how: str) -> Any:
 
 @pytest.fixture(scope="module")
 def stock_on_ranks(workers: Pool) -> Any:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    pytest.importorskip("accelerate", reason=needs("hf"))
     return workers.run(4, _trainer, "stock", timeout=TRAINER_TIMEOUT_S)[0]
 
 
@@ -213,7 +214,7 @@ def _own_counts(ctx: Context) -> None:
 
 
 def test_counts_of_each_rank_are_refused_for_a_head_that_ranks_share(workers: Pool) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    pytest.importorskip("accelerate", reason=needs("hf"))
     workers.run(4, _own_counts, timeout=TRAINER_TIMEOUT_S)
 
 
@@ -235,7 +236,7 @@ def _trainer_of_a_sharded_model(ctx: Context, folder: str, sizes: dict[str, int]
 @pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "fsdp_size": 2}], ids=str)
 def test_a_trainer_with_transformers_own_tensor_parallelism(sizes: dict[str, int], workers: Pool) -> None:
     """Step by step beside the stock Trainer in one process."""
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    pytest.importorskip("accelerate", reason=needs("hf"))
     from tests.test_hf_trainer import assert_same_history, history, trainer
 
     with tempfile.TemporaryDirectory() as folder:

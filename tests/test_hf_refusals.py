@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+from tests.kit.skips import needs
+
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
 
 from flce_dist.integrations.transformers import UnsupportedForward, apply  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, assert_same, loss_and_grads, tiny  # noqa: E402
@@ -78,7 +80,7 @@ def test_a_forward_that_was_set_on_the_head_is_refused(patch: Callable[[Any], No
     model = tiny()
     patch(model.lm_head)
     if hooked:
-        hooks = pytest.importorskip("accelerate.hooks", reason="needs accelerate: pip install flce_dist[hf]")
+        hooks = pytest.importorskip("accelerate.hooks", reason=needs("hf"))
         hooks.add_hook_to_module(model.lm_head, hooks.ModelHook())
     with pytest.raises(TypeError, match=r"another forward than its class, set on the instance: .*lambda"):
         apply(model)

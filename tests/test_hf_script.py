@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kit.skips import needs
 from tests.test_docs import ROOT, programs_of, run_program
 
-pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+pytest.importorskip("accelerate", reason=needs("hf"))
 
 MEASURE = """
 import re

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
-datasets = pytest.importorskip("datasets", reason="needs datasets: pip install flce_dist[hf]")
-trl = pytest.importorskip("trl", reason="needs trl: pip install flce_dist[hf]")
+from tests.kit.skips import needs
+
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
+datasets = pytest.importorskip("datasets", reason=needs("hf"))
+trl = pytest.importorskip("trl", reason=needs("hf"))
 
 import tokenizers  # noqa: E402
 
@@ -137,7 +139,7 @@ def test_metrics_that_need_logits_are_made_by_the_trainer_and_removal_undoes_all
 
 
 def test_an_adapter_that_the_trainer_adds(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
+    peft = pytest.importorskip("peft", reason=needs("hf"))
     results = []
     for fused in (False, True):
         torch.manual_seed(0)

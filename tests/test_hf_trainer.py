@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+from tests.kit.skips import needs
+
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
+pytest.importorskip("accelerate", reason=needs("hf"))
 
 from flce_dist.integrations.transformers import UnsupportedForward, apply, apply_to_trainer  # noqa: E402
 from tests.kit.causal_lm import LABELS, TEXT, VOCAB, assert_same, loss_and_grads, tiny  # noqa: E402
@@ -270,7 +272,7 @@ def test_accelerate(tmp_path: Path) -> None:
 class TestPeft:
     """LoRA and DoRA on the body; a head that is trained beside them, and one with an adapter."""
 
-    peft = pytest.importorskip("peft", reason="needs peft: pip install flce_dist[hf]")
+    peft = pytest.importorskip("peft", reason=needs("hf"))
 
     def wrap(self, model: Any, **values: Any) -> Any:
         torch.manual_seed(0)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from flce_dist.kernels.spec import RowSpec
+from tests.kit.skips import NO_TRITON
 
-triton = pytest.importorskip("triton", reason="the kernels need triton, which has no build for this platform")
+triton = pytest.importorskip("triton", reason=NO_TRITON)
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter is on: run without TRITON_INTERPRET", allow_module_level=True)
 

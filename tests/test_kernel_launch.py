@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="the kernels need triton, which has no build for this platform")
+from tests.kit.skips import NO_TRITON
+
+triton = pytest.importorskip("triton", reason=NO_TRITON)
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter compiles nothing: run without TRITON_INTERPRET", allow_module_level=True)
 

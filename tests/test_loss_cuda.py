@@ -7,8 +7,8 @@ import torch
 
 from flce_dist import linear_cross_entropy
 from tests.kit import compare, heads, oracle
-from tests.kit.cases import ORACLE_OPTIONS, Case, all_pairs, case_id, make_inputs, reference_of
-from tests.test_options import AXES, allowed
+from tests.kit.cases import ORACLE_OPTIONS, Case, all_pairs, case_id, make_inputs, reference_of, takes_normalizer
+from tests.test_options import AXES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -47,7 +47,7 @@ def make_case(row: dict[str, Any], **more: Any) -> Case:
     return Case(**{"lead": (160,), "hidden_size": 32, **fields, "options": options, **more})
 
 
-@pytest.mark.parametrize("row", all_pairs(CUDA_AXES, allowed), ids=case_id)
+@pytest.mark.parametrize("row", all_pairs(CUDA_AXES, takes_normalizer), ids=case_id)
 def test_features_in_pairs(row: dict[str, Any]) -> None:
     if row["chunk_rows"] is not None:
         row = row | {"chunk_rows": 64}

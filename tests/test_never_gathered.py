@@ -20,6 +20,7 @@ from flce_dist.clip import clip_grad_norm_
 from flce_dist.integrations.never_gathered import NeverGatheredHead, shard_head
 from tests.kit.compare import assert_close
 from tests.kit.data_parallel import Cell, H, Model, V, batch, mesh_of, reference, train, wrap
+from tests.kit.skips import needs
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 
@@ -166,13 +167,20 @@ def test_recomputed_and_compiled_models(replicas: int, ways: tuple[str, ...], wo
             assert_close(embedding, found[0][1], 1e-12, "embedding gradient")
 
 
+class StockModel(Model):
+    """The loss of each token, by torch."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+
+
 def a_loss_a_token(ctx: Context, replicas: int) -> list[tuple[Tensor, Tensor]]:
-    """Gradients from the mean of a rank's own losses: of a head that is never gathered, and of a whole one."""
+    """Gradients from the mean of a rank's own losses: of a head that is never gathered, and of a whole one with torch's
+    loss."""
     mesh, grads = mesh_of(ctx, replicas), []
-    for gathered in (False, True):
-        model = Model()
-        if gathered:
-            attach_loss(model.lm_head, reduction="none")
+    for model in (Model(), StockModel()):
+        if isinstance(model, StockModel):
             fully_shard(model, mesh=mesh)
         else:
             head = shard_head(model, "lm_head", mesh, reduction="none")
@@ -369,7 +377,7 @@ def causal_lm(ctx: Context) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def test_a_causal_lm_of_transformers(workers: Pool) -> None:
-    pytest.importorskip("transformers", reason="needs the [train] extra")
+    pytest.importorskip("transformers", reason=needs("hf"))
     from tests.kit.causal_lm import VOCAB, tiny
 
     model = tiny(tie_word_embeddings=False)

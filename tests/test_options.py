@@ -8,7 +8,7 @@ import torch
 
 from flce_dist import linear_cross_entropy
 from tests.kit import compare
-from tests.kit.cases import Case, all_pairs, case_id, check, judge, product, run_case
+from tests.kit.cases import Case, all_pairs, case_id, check, judge, product, run_case, takes_normalizer
 from tests.kit.workers import Pool
 from tests.test_checks_ranks import assert_all_raise
 
@@ -31,22 +31,18 @@ AXES = FEATURES | {"world": [1, 2, 3], "split": ["even", "uneven", "empty", "pad
 AUX = ("z_loss", "lse", "accuracy", "predictions", "entropy", "num_valid")
 
 
-def allowed(row: dict[str, Any]) -> bool:
-    return row["normalizer"] is None or row["reduction"] == "mean"
-
-
 def make_case(row: dict[str, Any], **more: Any) -> Case:
     fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
     options = tuple((name, value) for name, value in row.items() if name not in fields)
     return Case(**{"lead": (11,), **fields, "options": options, **more})
 
 
-@pytest.mark.parametrize("row", all_pairs(AXES, allowed), ids=case_id)
+@pytest.mark.parametrize("row", all_pairs(AXES, takes_normalizer), ids=case_id)
 def test_features_in_pairs(row: dict[str, Any], workers: Pool) -> None:
     check(make_case(row), workers)
 
 
-@pytest.mark.parametrize("row", all_pairs(AXES, allowed, seed=1)[:16], ids=case_id)
+@pytest.mark.parametrize("row", all_pairs(AXES, takes_normalizer, seed=1)[:16], ids=case_id)
 def test_features_in_pairs_interpreted_triton(row: dict[str, Any], interpreted_workers: Pool) -> None:
     check(make_case(row, backend="triton", lead=(6,)), interpreted_workers)
 
@@ -54,7 +50,7 @@ def test_features_in_pairs_interpreted_triton(row: dict[str, Any], interpreted_w
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_features_in_pairs_with_other_companions(seed: int, pool_for: Any) -> None:
-    for row in all_pairs(AXES | {"dtype": [torch.float32, torch.float64]}, allowed, seed=seed):
+    for row in all_pairs(AXES | {"dtype": [torch.float32, torch.float64]}, takes_normalizer, seed=seed):
         check(make_case(row, seed=seed), pool_for("torch"))
         check(make_case(row, seed=seed, backend="triton", lead=(5,)), pool_for("triton"))
 
@@ -63,12 +59,14 @@ def test_features_in_pairs_with_other_companions(seed: int, pool_for: Any) -> No
 @pytest.mark.parametrize("reduction", FEATURES["reduction"])
 @pytest.mark.parametrize("backward", FEATURES["backward"])
 def test_full_product_of_features_unsharded(reduction: str, backward: str) -> None:
-    for row in product(FEATURES | {"reduction": [reduction], "backward": [backward]}, allowed):
+    for row in product(FEATURES | {"reduction": [reduction], "backward": [backward]}, takes_normalizer):
         case = make_case(row)
         judge(case, [run_case(None, case)])
 
 
-@pytest.mark.parametrize("row", all_pairs(AXES | {"dtype": [torch.float64]}, allowed, seed=3)[:12], ids=case_id)
+@pytest.mark.parametrize(
+    "row", all_pairs(AXES | {"dtype": [torch.float64]}, takes_normalizer, seed=3)[:12], ids=case_id
+)
 def test_features_in_float64(row: dict[str, Any], workers: Pool) -> None:
     check(make_case(row), workers)
 
@@ -76,7 +74,7 @@ def test_features_in_float64(row: dict[str, Any], workers: Pool) -> None:
 BF16_AXES = AXES | {"dtype": [torch.bfloat16], "chunk_rows": [None, 64]}
 
 
-@pytest.mark.parametrize("row", all_pairs(BF16_AXES, allowed, seed=4)[:12], ids=case_id)
+@pytest.mark.parametrize("row", all_pairs(BF16_AXES, takes_normalizer, seed=4)[:12], ids=case_id)
 def test_features_in_bfloat16(row: dict[str, Any], workers: Pool) -> None:
     """Tokens enough that the rounding of single logits, 4e-3 of each, averages out of the loss."""
     check(make_case(row, lead=(480,), hidden_size=16, vocab_size=64), workers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flce_dist import VocabShard, gemm, linear_cross_entropy
 from flce_dist.plan import accumulation_dtype
 from tests.kit import heads, oracle
-from tests.kit.compare import relative_error
+from tests.kit.compare import assert_loss, relative_error
 from tests.kit.workers import Context, Pool
 
 SIZES = (512, 64, 1536)  # tokens, hidden, vocabulary
@@ -95,6 +95,27 @@ def test_float32_inside(head: str, world: int, chunk_rows: int | None, backward:
     got = errors(workers.run(world, ours, head, torch.bfloat16, options), expected)
     assert got[0] <= allowed[0], f"hidden gradient {got[0]:.3g}, eager {allowed[0]:.3g}"
     assert got[1] <= allowed[1], f"weight gradient {got[1]:.3g}, eager {allowed[1]:.3g}"
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("chunk_rows", [None, 64])
+def test_float32_logits_with_a_bias_and_a_scale(head: str, chunk_rows: int | None) -> None:
+    """The loss is exact. With logits this small all of the eager error is the rounding of their gradient, as here."""
+    inputs = [*make(head), torch.linspace(-2.0, 2.0, SIZES[2]).bfloat16()]
+    leaves, eager_leaves = ([t.clone().requires_grad_(t.is_floating_point()) for t in inputs] for _ in range(2))
+    hidden, weight, target, bias = leaves
+    options = {"chunk_rows": chunk_rows, **FULL_PRECISION}
+    loss = linear_cross_entropy(hidden, weight, target, bias=bias, logit_scale=0.3, **options)
+    loss.backward()
+    hidden, weight, target, bias = eager_leaves
+    logits = 0.3 * torch.nn.functional.linear(hidden, weight, bias).float()
+    torch.nn.functional.cross_entropy(logits, target).backward()
+    expected = oracle.reference(*inputs[:3], bias=inputs[3], logit_scale=0.3)
+    assert_loss(loss, expected.loss, 1e-6)
+    for at, name in ((0, "hidden"), (1, "weight"), (3, "bias")):
+        grad = getattr(expected, f"{name}_grad")
+        got, allowed = (relative_error(tensors[at].grad, grad) for tensors in (leaves, eager_leaves))
+        assert got <= 1.05 * allowed, f"{name} gradient {got:.3g}, eager {allowed:.3g}"
 
 
 @pytest.mark.parametrize("world", [1, 2])

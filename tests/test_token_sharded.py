@@ -9,7 +9,18 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy
 from tests.kit import compare, oracle
-from tests.kit.cases import Case, all_pairs, case_id, check, judge, loss_arguments, make_inputs, reference_of, run_case
+from tests.kit.cases import (
+    Case,
+    all_pairs,
+    case_id,
+    check,
+    judge,
+    loss_arguments,
+    make_inputs,
+    reference_of,
+    run_case,
+    takes_normalizer,
+)
 from tests.kit.trace import Trace
 from tests.kit.workers import Context, Pool
 from tests.test_checks_ranks import assert_all_raise
@@ -38,10 +49,6 @@ AXES: dict[str, Any] = {
 }
 
 
-def allowed(row: dict[str, Any]) -> bool:
-    return row["normalizer"] is None or row["reduction"] == "mean"
-
-
 def make_case(row: dict[str, Any], **more: Any) -> Case:
     fields = {name: value for name, value in row.items() if name in Case.__dataclass_fields__}
     options = tuple((name, value) for name, value in row.items() if name not in fields)
@@ -49,7 +56,7 @@ def make_case(row: dict[str, Any], **more: Any) -> Case:
     return Case(**{"lead": (sum(tokens),), "world": len(tokens), **fields, "options": options, **more})
 
 
-@pytest.mark.parametrize("row", all_pairs(AXES, allowed), ids=case_id)
+@pytest.mark.parametrize("row", all_pairs(AXES, takes_normalizer), ids=case_id)
 def test_against_the_oracle(row: dict[str, Any], workers: Pool) -> None:
     check(make_case(row), workers)
 
@@ -57,7 +64,7 @@ def test_against_the_oracle(row: dict[str, Any], workers: Pool) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_against_the_oracle_with_other_companions(seed: int, workers: Pool) -> None:
-    for row in all_pairs(AXES, allowed, seed=seed):
+    for row in all_pairs(AXES, takes_normalizer, seed=seed):
         check(make_case(row, seed=seed), workers)
 
 

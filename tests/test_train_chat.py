@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("pyarrow", reason="the trainer's tests need the [train] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("pyarrow", reason=needs("train"))
 
 import pyarrow
 import pyarrow.parquet

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("yaml", reason="the trainer's tests need the [train] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("yaml", reason=needs("train"))
 
 from trainer.config import from_mapping, load_config, to_mapping
 from trainer.modes import MODES, make_mode
@@ -267,7 +269,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs the [train] extra")
+    transformers = pytest.importorskip("transformers", reason=needs("train"))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
-pytest.importorskip("deepspeed", reason="needs the [deepspeed] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("train"))
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 
 import train
 from flce_dist.integrations.deepspeed import read_section
 from tests.kit.engines import deepspeed_ready
+from tests.kit.processes import ROOT, Processes
 from tests.kit.runs import (
-    ROOT,
     TRAIN,
-    Processes,
     Workplace,
     assert_same_curve,
     curve,

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("train"))
 
 import torch
 
 import train
-from tests.kit.runs import ROOT, TRAIN, Workplace, assert_same_curve, curve, held_out_loss, resumable_copy, run_trainer
+from tests.kit.processes import ROOT
+from tests.kit.runs import TRAIN, Workplace, assert_same_curve, curve, held_out_loss, resumable_copy, run_trainer
 from tests.kit.workers import Context, Pool
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="the trainer's tests need the [train] extra")
+from tests.kit.skips import needs
+
+pytest.importorskip("transformers", reason=needs("train"))
 
 import torch
 
 import compare
 import train
-from tests.kit.runs import ROOT, STEPS, TRAIN, Workplace, assert_same_curve, curve, held_out_loss
+from tests.kit.processes import ROOT
+from tests.kit.runs import STEPS, TRAIN, Workplace, assert_same_curve, curve, held_out_loss
 from trainer.checkpoint import complete
 from trainer.report import read_metrics
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.support import GPU_BACKEND, NUM_WORKERS, DevicePool
+from tests.gpu.support import GPU_BACKEND, NEEDS_TWO_DEVICES, NUM_WORKERS, DevicePool
 
 DEVICE = "cuda"
 
@@ -19,7 +19,7 @@ def device() -> torch.device:
 def two_gpus() -> Iterator[DevicePool]:
     """Two processes with a GPU each, over NCCL."""
     if DEVICE == "cuda" and torch.cuda.device_count() < NUM_WORKERS:
-        pytest.skip("needs two CUDA devices: run `pytest -m gpu` on a machine with them")
+        pytest.skip(NEEDS_TWO_DEVICES)
     pool = DevicePool(GPU_BACKEND if DEVICE == "cuda" else "gloo")
     yield pool
     pool.close()

@@ -19,6 +19,7 @@ from tests.kit.workers import Context, Pool
 
 NUM_WORKERS = 2
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
+NEEDS_TWO_DEVICES = "needs two CUDA devices: run `pytest -m gpu` on a machine with them"
 
 
 def device_arguments(

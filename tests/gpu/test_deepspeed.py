@@ -20,6 +20,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kit.skips import needs
+
 pytest.importorskip(
     "deepspeed", reason="needs DeepSpeed: pip install deepspeed, or the wheels that this file's docstring names"
 )
@@ -72,7 +74,7 @@ def test_the_head_that_is_never_gathered(dtype: str, vocab_size: int, engines: E
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_autotp(stage: int, dtype: str, engines: Engines) -> None:
-    pytest.importorskip("transformers", reason="needs the [train] extra")
+    pytest.importorskip("transformers", reason=needs("hf"))
     cell = Cell(stage, dtype, 2, 0.3, llama=True, extra={"tensor_parallel": {"autotp_size": 2}})
     run(engines, 2, cell, data_ranks=1)
 

@@ -8,7 +8,7 @@ import torch
 
 from flce_dist import linear_cross_entropy
 from flce_dist.kernels.spec import RowSpec
-from tests.gpu.support import capture, kernel_names, no_host_synchronisation, run_on
+from tests.gpu.support import NEEDS_TWO_DEVICES, capture, kernel_names, no_host_synchronisation, run_on
 from tests.kit import compare, heads
 from tests.kit.cases import Case, judge
 
@@ -112,7 +112,7 @@ def test_on_a_side_stream(device: torch.device) -> None:
         compare.assert_same_bits([a, b], f"{name} gradient")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NEEDS_TWO_DEVICES)
 @pytest.mark.parametrize("name", ["plain", "recompute"])
 def test_on_a_device_that_is_not_the_current_one(name: str) -> None:
     assert torch.cuda.current_device() == 0

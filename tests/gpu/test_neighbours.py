@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from tests.kit.compare import relative_error
-from tests.neighbours.support import Inputs, compare, ids, plain, run
+from tests.neighbours.support import FLOAT32_LOGITS, LIGER_OPTIONS, LIGER_TOLERANCE, Inputs, compare, ids, plain, run
 
 pytestmark = pytest.mark.gpu
-
-FLOAT32_LOGITS = {"logits_dtype": torch.float32}
 
 
 def inputs_on(
@@ -66,28 +64,19 @@ def test_megatron(
     compare([got], expected, {}, {"atol": 1e-3, "rtol": 1e-3})
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("all_options", [False, True])
-def test_liger(device: torch.device, reduction: str, dtype: torch.dtype, all_options: bool) -> None:
+@pytest.mark.parametrize(("reduction", "dtype"), LIGER_TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", LIGER_OPTIONS)
+def test_liger(device: torch.device, reduction: str, dtype: torch.dtype, name: str) -> None:
     """(8, 128, 1024, 4096) with weights in [0, 1), so that logits of a row have a common offset of up to 100."""
     inputs = inputs_on(device, (1024,), 1024, 4096, dtype, None)
     inputs.weight = torch.rand(4096, 1024, device=device).to(dtype)
     inputs.target[::3] = 42
-    options: dict[str, Any] = {}
-    weight = {}
-    if all_options:
-        options = {"label_smoothing": 0.1, "ignore_index": 42, "z_loss": 1e-4, "softcap": 30.0}
-        weight = {"weight": torch.rand(4096, device=device)}
+    options = LIGER_OPTIONS[name]
+    weight = {"weight": torch.rand(4096, device=device)} if name == "all" else {}
     expected = plain(inputs, reduction=reduction, **options, **weight)
     ours = {"class_weight": weight["weight"], "accum_dtype": torch.float32} if weight else {}
     got = run(None, inputs, reduction=reduction, **options, **ours)
-    tolerance = {
-        ("mean", torch.bfloat16): {"atol": 5e-3, "rtol": 5e-2},
-        ("mean", torch.float32): {"atol": 1e-5, "rtol": 5e-4},
-        ("sum", torch.bfloat16): {"atol": 5e-0, "rtol": 5e1},
-        ("sum", torch.float32): {"atol": 1e-3, "rtol": 5e-2},
-    }[reduction, dtype]
+    tolerance = LIGER_TOLERANCE[reduction, dtype]
     compare([got], expected, tolerance, tolerance)
 
 

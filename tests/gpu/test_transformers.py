@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.support import DevicePool, free_memory
+from tests.kit.skips import needs
 from tests.kit.workers import Context
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install flce_dist[train]")
+transformers = pytest.importorskip("transformers", reason=needs("hf"))
 
 from flce_dist.integrations.transformers import UnsupportedForward, apply, apply_to_trainer  # noqa: E402
 from flce_dist.integrations.transformers.verify import HOST_CHECKS  # noqa: E402
@@ -190,7 +191,7 @@ def loss_and_grads_in_place(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def test_a_trainer(tmp_path: Path, device: torch.device) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install flce_dist[hf]")
+    pytest.importorskip("accelerate", reason=needs("hf"))
     from tests.test_hf_trainer import assert_same_history, history, trainer
 
     histories = []

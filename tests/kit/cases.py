@@ -342,5 +342,10 @@ def product(
             yield row
 
 
+def takes_normalizer(row: Mapping[str, Any]) -> bool:
+    """What a row of options may be: only a mean is divided by something."""
+    return row["normalizer"] is None or row["reduction"] == "mean"
+
+
 def case_id(row: Mapping[str, Any]) -> str:
     return "-".join(f"{value}" for value in row.values()).replace(" ", "").replace("torch.", "")

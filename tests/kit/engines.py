@@ -290,6 +290,16 @@ class TwoByTwo:
         return dist.get_world_size(self.data)
 
 
+def engine_of(cell: Cell, model: Any = None, **replaced: Any) -> Any:
+    """The cell's engine by `flce_dist`'s initialize, with an optimizer that has a state; `replaced` are keys of its
+    configuration."""
+    from flce_dist.integrations.deepspeed import initialize
+
+    model = model or make_model(cell)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return initialize(model=model, optimizer=optimizer, config=cell.config() | replaced)[0]
+
+
 def train_engine(ctx: Context, cell: Cell) -> Trained:
     """A worker's job: the cell's engine by `flce_dist`'s initialize, trained."""
     from flce_dist.integrations.deepspeed import initialize, shard_head_by_section

@@ -9,6 +9,20 @@ from torch.nn import functional as F
 
 from tests.kit.workers import Context, Pool
 
+FLOAT32_LOGITS = {"logits_dtype": torch.float32}
+LIGER_TOLERANCE = {
+    ("mean", torch.bfloat16): {"atol": 5e-3, "rtol": 5e-2},
+    ("mean", torch.float32): {"atol": 1e-5, "rtol": 5e-4},
+    ("sum", torch.bfloat16): {"atol": 5e-0, "rtol": 5e1},
+    ("sum", torch.float32): {"atol": 1e-3, "rtol": 5e-2},
+}
+LIGER_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "ignore_index": 42, "z_loss": 1e-4, "softcap": 30.0},
+}
+# Of a gradient's Frobenius norm, because some of the suites' tolerances are larger than the gradients they are for.
+GRAD_ERROR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
 
 @dataclass
 class Inputs:
@@ -130,6 +144,23 @@ def close(actual: Tensor | None, expected: Tensor | None, tolerance: dict[str, f
         torch.testing.assert_close(actual, expected.to(actual.dtype), **tolerance, msg=lambda text: f"{what}: {text}")
 
 
+def close_grad(actual: Tensor | None, expected: Tensor | None, tolerance: dict[str, float], what: str) -> None:
+    """`close`, and `close_in_norm`."""
+    close(actual, expected, tolerance, what)
+    close_in_norm(actual, expected, what)
+
+
+def close_in_norm(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
+    """Within `GRAD_ERROR` of the gradient's own size, and half the dtype's smallest number for each element."""
+    if actual is None or expected is None:
+        return
+    numbers = torch.finfo(actual.dtype)
+    smallest = numbers.smallest_normal * numbers.eps
+    difference, size = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in (actual - expected, expected))
+    bound = GRAD_ERROR[actual.dtype] * size + smallest / 2 * actual.numel() ** 0.5
+    assert difference <= bound, f"{what}: its error has norm {difference:.3g}, the gradient {size:.3g}"
+
+
 def compare(
     outcomes: list[Outcome],
     expected: Outcome,
@@ -139,7 +170,7 @@ def compare(
     sharded_tokens: bool = False,
 ) -> None:
     """Each rank's loss and hidden gradient, and the gradients of the shards put together, within the suites' `atol` and
-    `rtol` (None: what `torch.testing.assert_close` takes by default)."""
+    `rtol` (None: what `torch.testing.assert_close` takes by default), and the gradients within `GRAD_ERROR`."""
     loss, grad = loss or {}, grad or {}
     world = len(outcomes)
     for rank, outcome in enumerate(outcomes):
@@ -149,9 +180,9 @@ def compare(
             want_hidden = want_hidden.chunk(world)[rank]
             want = want.chunk(world)[rank] if want.ndim else want
         close(outcome.loss, want, loss, f"loss of rank {rank}")
-        close(outcome.hidden, want_hidden, grad, f"hidden gradient of rank {rank}")
-    close(together([o.weight for o in outcomes]), expected.weight, grad, "weight gradient")
-    close(together([o.bias for o in outcomes]), expected.bias, grad, "bias gradient")
+        close_grad(outcome.hidden, want_hidden, grad, f"hidden gradient of rank {rank}")
+    close_grad(together([o.weight for o in outcomes]), expected.weight, grad, "weight gradient")
+    close_grad(together([o.bias for o in outcomes]), expected.bias, grad, "bias gradient")
 
 
 def together(parts: list[Tensor | None]) -> Tensor | None:

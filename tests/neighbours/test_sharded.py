@@ -12,6 +12,7 @@ from torch import Tensor
 from flce_dist import VocabShard, linear_cross_entropy
 from tests.kit.workers import Context, Pool
 from tests.neighbours.support import (
+    FLOAT32_LOGITS,
     Inputs,
     Outcome,
     close,
@@ -28,7 +29,6 @@ from tests.neighbours.support import (
 
 Engines = Callable[[int], Pool]
 REDUCTIONS = ["mean", "sum", "none"]
-FLOAT32_LOGITS = {"logits_dtype": torch.float32}
 
 
 def pool_of(world: int, workers: Pool, engine_workers: Engines) -> Pool:
