@@ -259,5 +259,5 @@ def _head_inside_another_module(ctx: Context, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lm_head.decoder", "modules_to_save"])
 def test_a_head_inside_another_module(kind: str, engine_workers: Engines) -> None:
-    pytest.importorskip("peft", reason='needs peft: pip install ".[hf]"')
+    pytest.importorskip("peft", reason=needs("hf"))
     engine_workers(2).run(2, _head_inside_another_module, kind)
