@@ -29,7 +29,7 @@ TINY = [
 ]
 
 
-def _run(ctx: Context) -> list[bench_fsdp.Row]:
+def _run(ctx: Context) -> list[bench_fsdp.TrainingRow]:
     return bench_fsdp.run(bench_fsdp.parse_arguments(TINY), ctx.group, torch.device("cpu"))
 
 
