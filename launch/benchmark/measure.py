@@ -1,13 +1,14 @@
 """Time, extra memory and CUDA-graph replay of steps.
 
-All steps are timed in turn within each round, in an order that rotates from round to round: a card's clock drifts with
-heat, and what is compared must see the same clock. Ratios are taken within a round, and their median over the rounds is
-the result.
+All steps are timed in turn within each round: a card's clock drifts with heat, and what is compared must see the same
+clock. The order is drawn anew for each round, since a step runs faster behind one that let the card cool. Ratios are
+taken within a round, and their median over the rounds is the result.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,8 +49,7 @@ def time_rounds(steps: Sequence[Step], place: Place, rounds: int, round_seconds:
         calls.append(max(1, min(MAX_CALLS, round(round_seconds / max(estimate, 1e-7)))))
     seconds = [[0.0] * rounds for _ in steps]
     for r in range(rounds):
-        for k in range(len(steps)):
-            i = (k + r) % len(steps)
+        for i in random.Random(r).sample(range(len(steps)), len(steps)):  # the same on all ranks
             steps[i]()
             seconds[i][r] = _time_calls(steps[i], calls[i], place)
     slowest = largest([s for row in seconds for s in row], place)
