@@ -209,7 +209,7 @@ def test_text_that_has_changed_is_not_resumed_on(place: Workplace, capsys: pytes
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.vocab_size=400", "train.py: model.vocab_size: 400 does not hold the data's largest id"),
+        ("model.vocab_size=400", "train.py: model.vocab_size: a vocabulary of 400 does not hold the data's id"),
         ("data.paths=gone.txt", "train.py: data.paths: no such file or folder: gone.txt"),
         ("train.accumulation=3", "train.py: train.batch_size: 4 sequences do not divide"),
         ("tokenizer.path=gone", "train.py: tokenizer.path: no such folder: gone"),
