@@ -15,6 +15,7 @@ from ...api import scale_gradient
 from ...checks import check_own_forward, tied_names
 from ...options import HiddenLayout
 from ...shard import VocabShard
+from ..transformers.heads import find_owner
 from .section import Section, load_config, read_section
 
 _NAMES = ("lm_head", "embed_out")
@@ -45,8 +46,8 @@ def find_head(model: nn.Module, section: Section) -> nn.Module:
         if isinstance(named, nn.Embedding) or len(getattr(weight, "ds_shape", getattr(weight, "shape", ()))) != 2:
             raise ValueError(f"{section.where}.head: {section.head!r} is no linear layer, but {type(named).__name__}")
         return named
-    get_embeddings = getattr(model, "get_output_embeddings", None)
-    head = get_embeddings() if callable(get_embeddings) else None
+    owner = find_owner(model) if hasattr(model, "get_output_embeddings") else None
+    head = None if owner is None else owner.get_output_embeddings()
     for name in _NAMES:
         head = getattr(model, name, None) if head is None else head
     if not isinstance(head, nn.Module):

@@ -25,20 +25,27 @@ _FORMER = "_flce_former_options"
 _OPTIONS = frozenset(LossOptionsDict.__annotations__)
 
 
-def owner_of_head(model: Any) -> Any:
-    """The model, or the causal LM inside of it whose logits it takes for its own.
+def find_owner(model: nn.Module) -> Any | None:
+    """The model, or the causal LM inside of it whose logits it takes for its own: what has output embeddings."""
+    for owner in (model, *model.children()):
+        get: Any = getattr(owner, "get_output_embeddings", None)
+        if callable(get) and get() is not None:
+            return owner
+    return None
 
-    Raises:
-        TypeError: there is none.
+
+def owner_of_head(model: Any) -> Any:
     """
-    inside = [child for child in model.children() if hasattr(child, "get_output_embeddings")]
-    owners = [each for each in (model, *inside) if each.get_output_embeddings() is not None]
-    if not owners:
+    Raises:
+        TypeError: `find_owner` finds none.
+    """
+    owner = find_owner(model)
+    if owner is None:
         raise TypeError(
             f"{type(model).__name__} has no output embedding: it is a body without a head; take the class that has one "
             "(AutoModelForCausalLM)"
         )
-    return owners[0]
+    return owner
 
 
 def find_heads(model: Any) -> list[nn.Module]:

@@ -1,0 +1,82 @@
+"""Models of transformers under ZeRO-3, whose hooks are given what every module returns: two steps beside stock's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit.skips import needs
+
+pytest.importorskip("deepspeed", reason=needs("deepspeed"))
+pytest.importorskip("transformers", reason=needs("hf"))
+
+from flce_dist.integrations.deepspeed import initialize
+from tests.kit.architectures import build
+from tests.kit.causal_lm import tiny
+from tests.kit.engines import LR, Cell, deepspeed_ready, gathered
+from tests.kit.tiny_configs import further_inputs, inputs
+from tests.kit.workers import Context, Pool
+from tests.test_hf_architectures import CLASSES, TABLE
+
+Engines = Callable[[int], Pool]
+# Their heads are inside other modules: lm_head.decoder, cls.predictions.decoder, language_model.lm_head.
+INSIDE = ("BertGenerationDecoder", "RemBertForCausalLM", "XmodForCausalLM", "LlavaForConditionalGeneration")
+
+
+def _train(start: Callable[..., Any], model: Any, section: dict[str, Any], name: str) -> Any:
+    """Losses and parameters."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
+    config = Cell(3, llama=True).config() | {"flce_dist": section}
+    engine = start(model=model.eval(), optimizer=optimizer, config=config)[0]  # without dropout
+    losses = []
+    for _ in range(2):
+        loss = engine(input_ids=inputs(), labels=inputs(), use_cache=False, **further_inputs(name)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    parameters = gathered(engine)
+    engine.destroy()
+    return losses, parameters
+
+
+def _beside_stock(ctx: Context, name: str) -> str | None:
+    """Why stock's loss cannot be had, if so."""
+    with deepspeed_ready(ctx) as deepspeed:
+        try:
+            expected = _train(deepspeed.initialize, build(CLASSES[name]), None, name)
+        except (ImportError, TypeError) as error:
+            return repr(error)[:200]
+        found = _train(initialize, build(CLASSES[name]), {}, name)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    return None
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_heads_inside_other_modules(name: str, engine_workers: Engines) -> None:
+    assert engine_workers(1).run(1, _beside_stock, name) == [None]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name, result in TABLE.items() if result == "equal"])
+def test_every_architecture(name: str, engine_workers: Engines) -> None:
+    (problem,) = engine_workers(1).run(1, _beside_stock, name)
+    if problem is not None:
+        pytest.skip(f"needs a model that runs under ZeRO-3 with its own loss: {problem}")
+
+
+def _trained_copy(ctx: Context) -> None:
+    import peft
+
+    def model() -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(tiny(), config)
+
+    with deepspeed_ready(ctx) as deepspeed:
+        expected = _train(deepspeed.initialize, model(), None, "LlamaForCausalLM")
+        torch.testing.assert_close(_train(initialize, model(), {}, "LlamaForCausalLM"), expected)
+
+
+def test_a_head_that_is_trained_beside_an_adapter(engine_workers: Engines) -> None:
+    pytest.importorskip("peft", reason=needs("hf"))
+    engine_workers(2).run(2, _trained_copy)
