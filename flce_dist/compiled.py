@@ -126,7 +126,7 @@ def _encode(
         "options": texts,
         "refused": refused,
     }
-    return json.dumps(values)
+    return json.dumps(values, default=repr)  # of what is no JSON, a text that the checks refuse
 
 
 @functools.lru_cache(maxsize=256)  # each run of the operator asks

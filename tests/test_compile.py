@@ -103,6 +103,9 @@ def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, argument: tupl
         ("normalizer", 10**400),
         ("normalizer", True),
         ("vocab_shard", (8, 4, 8)),
+        ("hidden_grad_scale", torch.float32),
+        ("max_tokens", torch.device("cpu")),
+        ("reduce_hidden_grad", slice(1)),
     ],
     ids=lambda argument: "-".join(map(str, argument)),
 )
