@@ -1,10 +1,11 @@
-"""Models of transformers under ZeRO-3, whose hooks are given what every module returns: two steps beside stock's."""
+"""Models of transformers under ZeRO-3, whose hooks are given what every module returns: a step beside stock's."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kit.skips import needs
 
@@ -12,10 +13,9 @@ pytest.importorskip("deepspeed", reason=needs("deepspeed"))
 pytest.importorskip("transformers", reason=needs("hf"))
 
 from flce_dist.integrations.deepspeed import initialize
-from tests.kit.architectures import build
+from tests.kit.architectures import build, given
 from tests.kit.causal_lm import tiny
 from tests.kit.engines import LR, Cell, deepspeed_ready, gathered
-from tests.kit.tiny_configs import further_inputs, inputs
 from tests.kit.workers import Context, Pool
 from tests.test_hf_architectures import CLASSES, TABLE
 
@@ -24,30 +24,33 @@ Engines = Callable[[int], Pool]
 INSIDE = ("BertGenerationDecoder", "RemBertForCausalLM", "XmodForCausalLM", "LlavaForConditionalGeneration")
 
 
-def _train(start: Callable[..., Any], model: Any, section: dict[str, Any], name: str) -> Any:
-    """Losses and parameters."""
+def _train(start: Callable[..., Any], model: Any, section: dict[str, Any]) -> Any:
+    """The losses before and after a step, with the same dropout each time, and the parameters after it."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
     config = Cell(3, llama=True).config() | {"flce_dist": section}
-    engine = start(model=model.eval(), optimizer=optimizer, config=config)[0]  # without dropout
-    losses = []
-    for _ in range(2):
-        loss = engine(input_ids=inputs(), labels=inputs(), use_cache=False, **further_inputs(name)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    parameters = gathered(engine)
+    batch = given(model)
+    engine = start(model=model, optimizer=optimizer, config=config)[0]
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return engine(**batch, use_cache=False).loss
+
+    before = loss()
+    engine.backward(before)
+    engine.step()
+    trained = before.detach(), loss().detach(), gathered(engine)
     engine.destroy()
-    return losses, parameters
+    return trained
 
 
 def _beside_stock(ctx: Context, name: str) -> str | None:
     """Why stock's loss cannot be had, if so."""
     with deepspeed_ready(ctx) as deepspeed:
         try:
-            expected = _train(deepspeed.initialize, build(CLASSES[name]), None, name)
+            expected = _train(deepspeed.initialize, build(CLASSES[name]), None)
         except (ImportError, TypeError) as error:
             return repr(error)[:200]
-        found = _train(initialize, build(CLASSES[name]), {}, name)
+        found = _train(initialize, build(CLASSES[name]), {})
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
     return None
 
@@ -73,8 +76,8 @@ def _trained_copy(ctx: Context) -> None:
         return peft.get_peft_model(tiny(), config)
 
     with deepspeed_ready(ctx) as deepspeed:
-        expected = _train(deepspeed.initialize, model(), None, "LlamaForCausalLM")
-        torch.testing.assert_close(_train(initialize, model(), {}, "LlamaForCausalLM"), expected)
+        expected = _train(deepspeed.initialize, model(), None)
+        torch.testing.assert_close(_train(initialize, model(), {}), expected)
 
 
 def test_a_head_that_is_trained_beside_an_adapter(engine_workers: Engines) -> None:
