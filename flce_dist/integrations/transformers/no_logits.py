@@ -40,8 +40,19 @@ NO_LOGITS = NoLogits()
 
 
 def with_logits(outputs: Any, former: Any, logits: Any) -> Any:
-    """The model's outputs with other logits: of a ModelOutput by name, of a tuple by the former ones."""
-    if isinstance(outputs, tuple):
-        return tuple(logits if each is former or isinstance(each, StandIn) else each for each in outputs)
-    outputs["logits"] = logits
-    return outputs
+    """The model's outputs with other logits: of a ModelOutput by name, of a tuple by the former ones, and in the
+    outputs of an inner model that are handed on among them."""
+    if not isinstance(outputs, tuple):
+        outputs["logits"] = logits
+    return _replaced(outputs, former, logits)
+
+
+def _replaced(value: Any, former: Any, logits: Any) -> Any:
+    if value is former or isinstance(value, StandIn):
+        return logits
+    if type(value) is tuple:
+        return tuple(_replaced(each, former, logits) for each in value)
+    if isinstance(value, dict):
+        for name, each in value.items():
+            value[name] = _replaced(each, former, logits)
+    return value
