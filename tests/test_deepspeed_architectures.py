@@ -54,7 +54,8 @@ def _train(start: Callable[..., Any], model: Any, section: dict[str, Any]) -> An
 
 def _assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=2e-5, atol=2e-5)
-    assert largest_error(found[1], expected[1]) <= 2e-5
+    # The last digit of a norm's weight of 1 is up to 4e-5 of its change.
+    assert largest_error(found[1], expected[1]) <= 1e-4
 
 
 def _beside_stock(ctx: Context, name: str) -> str | None:
