@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import collectives
 from .arguments import Given, checked_arguments
@@ -117,8 +118,14 @@ def count_valid_tokens(
         0-d int64 on `target`'s device, which can be passed as `normalizer` without reading it.
 
     Raises:
+        TypeError: `target` is a DTensor.
         TypeError, ValueError: `group` is no process group, or this rank is not in it.
     """
     group = collectives.sharding_group(group)
+    if isinstance(target, DTensor):
+        raise TypeError(
+            "target is a DTensor: pass target.to_local(), and where each rank has tokens of its own the group to sum "
+            "over"
+        )
     count = (target != ignore_index).sum()
     return count if group is None else collectives.all_reduce_sum(count, group)

@@ -133,7 +133,8 @@ def _cached_setting(given: Given, group: dist.ProcessGroup | None) -> Setting:
 
 
 def _cache_key(given: Given) -> Hashable | None:
-    """All that `_setting` reads of a call but its group; None for what is not the same when it compares equal."""
+    """All that `_setting` reads of a call but its group; None where that cannot be a key (tensor subclasses, nested
+    tensors, values of wrong types that have no hash)."""
     (*tensors, normalizer, _, vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux, options) = given
     aux = tuple(aux) if type(aux) is list else aux  # a list may not be a key
     others = (vocab_size, vocab_shard, layout, max_tokens, reduce, scale, aux)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import collectives
 from .api import linear_cross_entropy
 from .head import VocabParallelHead, bound_arguments
-from .options import HiddenLayout, LossOptionsDict, checked_options
+from .options import HiddenLayout, LossOptionsDict, options_of
 from .outputs import LossOutput
 from .shard import VocabShard
 
@@ -66,8 +66,9 @@ def attach_loss(
             the loss would leave out (an adapter's); it is an `nn.Linear` whose class has another forward, and no
             `group` says that it is a framework's parallel layer.
         ValueError: it has a loss already.
+        TypeError, ValueError: another argument or an option is wrong.
     """
-    options = checked_options(options)
+    changed = options_of(options).changed()
     if isinstance(head, VocabParallelHead):
         raise TypeError(
             f"a {type(head).__name__} computes a loss of its own options, and would leave these out: give it them "
@@ -89,7 +90,7 @@ def attach_loss(
         raise ValueError(f"this {type(head).__name__} computes a loss already: detach_loss first")
     collectives.sharding_group(group)  # checks it
     bound = bound_arguments(vocab_size, vocab_shard, hidden_layout, hidden_grad_scale)
-    arguments = {"group": group, **bound, **options}
+    arguments = {"group": group, **bound, **changed}
     setattr(head, _ATTRIBUTE, HeadLoss(head.forward, "forward" in vars(head), arguments))
     head.forward = types.MethodType(_forward, head)
 

@@ -23,7 +23,8 @@ def span(tensor: Tensor, start: int, stop: int, dim: int = 0) -> Tensor:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory, where a kernel reads them, rather than negated or zero by a bit."""
+    """The tensor with its values in memory, where a kernel reads them: without torch's lazy negative bit, and no
+    zero tensor, which has no memory."""
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
 
 

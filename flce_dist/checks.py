@@ -192,6 +192,18 @@ def check_own_forward(head: nn.Module, name: str) -> None:
         )
 
 
+def check_full_linear(linear: nn.Linear) -> None:
+    """
+    Raises:
+        TypeError: not a plain `nn.Linear`, or its forward was replaced.
+        ValueError: its weight is sharded or freed.
+    """
+    if type(linear) is not nn.Linear:
+        raise TypeError(f"expected an nn.Linear, got {type(linear).__name__}: what else it computes would be left out")
+    check_own_forward(linear, "the linear layer")
+    check_weight(linear.weight, linear.in_features)
+
+
 def tied_names(model: nn.Module, parameter: object) -> list[str]:
     """Names under which a model holds a parameter; with more than one it is tied, which a shard in one place undoes."""
     return [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]

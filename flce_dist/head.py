@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import collectives
 from .api import linear_cross_entropy
-from .checks import check_own_forward, check_vocab_shard, check_weight, checked_count, checked_layout
+from .checks import check_full_linear, check_vocab_shard, checked_count, checked_layout
 from .options import HiddenLayout, LossOptions, LossOptionsDict, options_of, to_float
 from .outputs import LossOutput
 from .row_math import scaled_and_capped
@@ -188,18 +188,12 @@ class VocabParallelHead(_LossModule):
             ValueError: its weight is sharded or freed, as FSDP and ZeRO-3 leave it.
             TypeError, ValueError: as the class raises them.
         """
-        if type(linear) is not nn.Linear:
-            raise TypeError(
-                f"expected an nn.Linear, got {type(linear).__name__}: what else it computes would be left out"
-            )
-        check_own_forward(linear, "the linear layer")
-        check_weight(linear.weight, linear.in_features)
+        check_full_linear(linear)
         head = cls(
             linear.in_features, linear.out_features, group, linear.bias is not None, hidden_layout=hidden_layout,
             hidden_grad_scale=hidden_grad_scale, device="meta", dtype=linear.weight.dtype, **options,
         )  # fmt: skip
-        head.weight = head._from_full(linear.weight)
-        head.bias = None if linear.bias is None else head._from_full(linear.bias)
+        head._take(linear)
         return head
 
     @torch.no_grad()
@@ -295,6 +289,12 @@ class VocabParallelHead(_LossModule):
         stride = (*shape[1:], 1)
         shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         return nn.Parameter(shard, requires_grad)
+
+    def _take(self, full: nn.Linear | VocabParallelHead) -> None:
+        """This rank's rows of a full head, and its mode."""
+        self.weight = self._from_full(full.weight)
+        self.bias = None if full.bias is None else self._from_full(full.bias)
+        self.train(full.training)
 
     def _from_full(self, full: Tensor) -> nn.Parameter:
         if self.group is None and isinstance(full, nn.Parameter):

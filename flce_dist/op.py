@@ -83,8 +83,8 @@ class Call:
 
     @cached_property
     def inputs(self) -> RowInputs:
-        """Made at the first use, which is in the loop. With
-        token-sharded hidden states one all-gather of the targets, and one of the token weights if given."""
+        """Made at the first use: behind the first GEMM, or before it in float16 (`grad_factor`). With token-sharded
+        hidden states one all-gather of the targets, and one of the token weights if given."""
         return self.make_inputs()
 
     def hidden_gradient(self, hidden: Tensor) -> HiddenGradient:
@@ -217,6 +217,7 @@ def compute(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     stats, gradients = run_chunks(call, hidden, weight, bias, grad_scale)
     coefficients, valid = call.inputs.coefficients, call.inputs.valid
     if call.options.reduction == "none":
+        # Cloned: an autograd function's output that is a view cannot be written to.
         loss = call.tokens.to_local(row_math.row_losses(stats, coefficients, valid, call.spec)).clone()
         owned = ~row_math.badly_owned(stats, valid).any()
     else:

@@ -217,16 +217,6 @@ def options_of(values: Mapping[str, Any]) -> LossOptions:
         return LossOptions(**values)
 
 
-def checked_options(values: LossOptionsDict) -> LossOptionsDict:
-    """The same options as `LossOptions` has them: with Python's numbers, which `torch.compile` keeps constant.
-
-    Raises:
-        TypeError, ValueError: as `LossOptions`.
-    """
-    options = options_of(values)
-    return {name: getattr(options, name) for name in values}  # type: ignore[return-value]
-
-
 def suggestion(name: object, known: Iterable[str], listed: str = "known") -> str:
     """What to say of a name that is none of the known ones, which are else `listed`."""
     close = difflib.get_close_matches(str(name), known := list(known), n=1)

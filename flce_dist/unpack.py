@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def local_tensors(given: Given) -> Given:
-    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`; ids and
-    weights of tokens and classes that a functional collective gave by its result.
+    """DTensors replaced by their local parts, and a DTensor weight's place in the vocabulary by a `VocabShard`; waits
+    for target, token_weight and class_weight where a functional collective has not finished them.
 
     Raises:
         TypeError, ValueError: a DTensor with placements or a mesh that do not fit.

@@ -97,6 +97,17 @@ def test_without_a_section_the_model_keeps_its_loss_and_there_is_a_warning(engin
     engine_workers(2).run(2, _without_section)
 
 
+def _without_model(ctx: Context) -> None:
+    with deepspeed_ready(ctx) as deepspeed:
+        for start in (deepspeed.initialize, initialize):
+            with pytest.raises(AssertionError, match="requires a model"):
+                start(config=Cell().config())
+
+
+def test_without_a_model_it_is_deepspeed_that_says_so(engine_workers: Engines) -> None:
+    engine_workers(1).run(1, _without_model)
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import VocabShard, linear_cross_entropy
+from flce_dist import VocabShard, count_valid_tokens, linear_cross_entropy
 from tests.kit import compare, oracle
 from tests.kit.cases import Case, make_inputs, reference_of
 from tests.kit.workers import Context, Pool, needs_unsorted
@@ -202,3 +203,16 @@ def test_tensor_parallel_part_of_a_2_d_mesh(workers: Pool) -> None:
         compare.assert_loss(loss, expected.loss, 1e-5)
         compare.assert_close(hidden_grad, expected.hidden_grad, 1e-5, "hidden gradient")
         compare.assert_close(weight_grad, expected.weight_grad, 1e-5, "weight gradient")
+
+
+def _count(ctx: Context) -> int:
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    target = distribute_tensor(torch.tensor([1, -100, 2, 3]), mesh, [Shard(0)])
+    for group in (None, ctx.group):
+        with pytest.raises(TypeError, match=r"target\.to_local\(\)"):
+            count_valid_tokens(target, group=group)
+    return int(count_valid_tokens(target.to_local(), group=ctx.group))
+
+
+def test_valid_tokens_are_counted_in_local_tensors(workers: Pool) -> None:
+    assert workers.run(2, _count) == [3, 3]

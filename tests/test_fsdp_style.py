@@ -300,6 +300,20 @@ def test_the_head_compiles_into_one_graph(kind: str, dim: int | None, workers: P
             compare.assert_close(grad, expected.weight_grad, 1e-5, "weight gradient")
 
 
+def _logits_by_name(ctx: Context) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(H, 21)
+    hidden, *_ = make_data(21, 6)
+    expected = head(hidden)
+    parallelize_module(head, DeviceMesh.from_group(ctx.group, "cpu"), FlceParallel())
+    return head(input=hidden).full_tensor().detach(), expected.detach()
+
+
+def test_logits_of_hidden_states_by_the_name_that_a_linear_layer_gives_them(workers: Pool) -> None:
+    for logits, expected in workers.run(2, _logits_by_name):
+        torch.testing.assert_close(logits, expected)
+
+
 def _frozen(ctx: Context) -> bool:
     head = nn.Linear(H, 21).requires_grad_(False)
     parallelize_module(head, DeviceMesh.from_group(ctx.group, "cpu"), FlceParallel())

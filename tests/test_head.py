@@ -137,12 +137,13 @@ def test_loss_gradients_and_logits(world: int, bias: bool, options: dict[str, An
 
 
 def test_from_linear_without_a_group_keeps_the_parameter(workers: Pool) -> None:
-    """So that ties survive; also with a group of one rank."""
+    """So that ties survive; also with a group of one rank. The mode stays too."""
     embedding = nn.Embedding(V, H)
     linear = nn.Linear(H, V, bias=False)
     linear.weight = embedding.weight
     head = VocabParallelHead.from_linear(linear)
     assert head.weight is embedding.weight
+    assert [VocabParallelHead.from_linear(linear.train(mode)).training for mode in (True, False)] == [True, False]
     (result,) = workers.run(1, _forward, Case(), {}, "group")
     assert result["same_parameter"]
 

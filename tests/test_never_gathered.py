@@ -200,6 +200,19 @@ def test_losses_of_tokens_are_averaged_over_ranks_as_by_fsdp(replicas: int, work
             assert_close(actual, expected, 1e-11, "gradient")
 
 
+def from_linear(ctx: Context) -> tuple[Tensor, Tensor, bool]:
+    linear = Model().lm_head.eval()
+    head = NeverGatheredHead.from_linear(linear, mesh_of(ctx, 1), z_loss=1e-3)
+    assert head.options.z_loss == 1e-3
+    return head.weight.full_tensor().detach(), linear.weight.detach(), head.training
+
+
+def test_from_linear(workers: Pool) -> None:
+    for whole, expected, training in workers.run(3, from_linear):
+        assert torch.equal(whole, expected)
+        assert not training
+
+
 def evaluate(ctx: Context) -> tuple[float, bool]:
     model = Model()
     head = shard_head(model, "lm_head", mesh_of(ctx, 1))

@@ -1,5 +1,6 @@
 """hidden_layout="sharded": each rank has its own tokens and its own rows of the vocabulary; one loss for the group."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -113,6 +114,19 @@ def test_leading_dimensions(reduction: str, workers: Pool) -> None:
         ):
             compare.assert_close(loss.reshape(-1), flat_loss.double().reshape(-1), 1e-6, "loss")
             compare.assert_close(grad, flat_grad.double(), 1e-6, "hidden gradient")
+
+
+def _scaled_in_place(ctx: Context) -> Tensor:
+    hidden, weight = torch.ones(3, 4, requires_grad=True), torch.zeros(4, 4)
+    loss = linear_cross_entropy(
+        hidden, weight, torch.arange(3), group=ctx.group, vocab_size=8, hidden_layout="sharded", reduction="none"
+    )
+    return loss.mul_(2.0).detach()
+
+
+def test_losses_can_be_written_to(workers: Pool) -> None:
+    for loss in workers.run(2, _scaled_in_place):
+        torch.testing.assert_close(loss, torch.full((3,), 2 * math.log(8)))
 
 
 @pytest.mark.parametrize("scale", [2.0, 3, 0.5])

@@ -60,6 +60,7 @@ def test_overrides_are_typed_yaml() -> None:
         ("output.export=1", "output.export", "expects true or false"),
         ("optimizer.lr=-1e-3", "optimizer.lr", "must be greater than 0, got -0.001"),
         ("optimizer.lr=.nan", "optimizer.lr", "must be finite"),
+        (f"optimizer.lr={10**400}", "optimizer.lr", "must be finite"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "expects 2 values, got 1"),
         ("optimizer.betas=[0.9, x]", "optimizer.betas[1]", "expects a number"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas", "[0, 1)"),

@@ -144,7 +144,8 @@ def _part(whole: Tensor, mesh: DeviceMesh, layout: Placement) -> Tensor:
 def _logits(mesh: DeviceMesh, layout: Placement) -> Callable[..., Tensor]:
     """The forward of a linear layer whose weight is a DTensor; hidden states may be plain."""
 
-    def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:  # the name that nn.Linear gives it
+        hidden = input
         if not isinstance(hidden, DTensor):
             if isinstance(layout, Shard):
                 raise NotImplementedError(

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import collectives
 from ..api import scale_gradient
-from ..checks import check_own_forward, tied_names
+from ..checks import check_full_linear, check_own_forward, tied_names
 from ..head import VocabParallelHead
 from ..options import LossOptionsDict
 from ..outputs import LossOutput
@@ -71,6 +71,24 @@ class NeverGatheredHead(VocabParallelHead):
             hidden_size, vocab_size, mesh, bias, hidden_layout="sharded", hidden_grad_scale=mesh.size(mesh.ndim - 1),
             device=device, dtype=dtype, **options,
         )  # fmt: skip
+
+    @classmethod
+    def from_linear(  # type: ignore[override]
+        cls, linear: nn.Linear, mesh: DeviceMesh, **options: Unpack[LossOptionsDict]
+    ) -> NeverGatheredHead:
+        """The head of a full `nn.Linear` that has the same values on all ranks: this rank's rows are copied.
+        `shard_head` puts one in a model, where a wrapper leaves it alone.
+
+        Raises:
+            TypeError, ValueError: as `VocabParallelHead.from_linear`, and as the class.
+        """
+        check_full_linear(linear)
+        head = cls(
+            linear.in_features, linear.out_features, mesh, linear.bias is not None, device="meta",
+            dtype=linear.weight.dtype, **options,
+        )  # fmt: skip
+        head._take(linear)
+        return head
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, **arguments: Any) -> Tensor | LossOutput:
         """As `VocabParallelHead`. With `reduction="none"` the losses are those of this rank's tokens, and gradients
@@ -197,9 +215,7 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
     if isinstance(linear, VocabParallelHead):
         head.options = dataclasses.replace(linear.options, **options)
         head.raw_logits = linear.raw_logits
-    head.weight = head._from_full(linear.weight)
-    head.bias = None if linear.bias is None else head._from_full(linear.bias)
-    head.train(linear.training)
+    head._take(linear)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, head)
     ignored = {f"{name}.{parameter}" for parameter, _ in head.named_parameters()}

@@ -169,7 +169,10 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, key)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(key, "must be finite, got an integer beyond float64") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(key, f"expects {_type_name(hint)}, got {value!r} ({type(value).__name__})")
     if hint is float and not math.isfinite(value):

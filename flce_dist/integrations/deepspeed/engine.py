@@ -41,8 +41,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = _config_of(call)
     section = None if config is None else read_section(config)
-    if config is not None and section is not None:
-        model = call["model"]
+    model = call.get("model")  # without one DeepSpeed says so
+    if config is not None and section is not None and model is not None:
         if isinstance(model, deepspeed.DeepSpeedEngine):
             raise TypeError(f"model: expected the module itself, got the {type(model).__name__} around it")
         head = find_head(model, section)

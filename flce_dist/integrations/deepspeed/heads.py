@@ -48,8 +48,8 @@ def find_head(model: nn.Module, section: Section) -> nn.Module:
         return named
     owner = find_owner(model) if hasattr(model, "get_output_embeddings") else None
     head = None if owner is None else owner.get_output_embeddings()
-    for name in _NAMES:
-        head = getattr(model, name, None) if head is None else head
+    if head is None:
+        head = next((found for name in _NAMES if (found := getattr(model, name, None)) is not None), None)
     if not isinstance(head, nn.Module):
         raise ValueError(
             f"{section.where}.head: {type(model).__name__} has no {' or '.join(_NAMES)}: give the head's dotted name"
@@ -59,7 +59,8 @@ def find_head(model: nn.Module, section: Section) -> nn.Module:
 
 def layout_of(head: nn.Module, section: Section, engine: Any) -> Layout:
     """How the loss sees `head`, checked against what the section says. With a sharded head that is not AutoTP's the
-    tensor-parallel ranks exchange their numbers of rows (one all-gather of objects).
+    tensor-parallel ranks exchange their numbers of rows (one all-gather of objects), and its parameters are marked as
+    theirs.
 
     Raises:
         ValueError: the section says otherwise, or nothing where it must; starts with the key's path.

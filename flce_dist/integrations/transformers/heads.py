@@ -205,7 +205,7 @@ def to_linear_head(model: Any, head: VocabParallelHead) -> None:
     linear.weight = full(head.weight)
     if head.bias is not None:
         linear.bias = full(head.bias)
-    owner_of_head(model).set_output_embeddings(linear)
+    owner_of_head(model).set_output_embeddings(linear.train(head.training))
 
 
 def full_logits(head: nn.Module, logits: torch.Tensor) -> torch.Tensor:
