@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -41,6 +41,10 @@ def bound_arguments(
     }
 
 
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
 class _LossModule(nn.Module):
     """A module with the options of a loss; and with a process group or mesh, which are handles: a copy of the module
     communicates over the same."""
@@ -60,6 +64,9 @@ class _LossModule(nn.Module):
         self._loss_options = options
         # As keywords, which each call of the loss looks up anew: no more than it needs.
         self._options = options.changed()
+
+    def extra_repr(self) -> str:
+        return _listed(self._options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo |= {id(handle): handle for handle in (self.group, self._mesh)}
@@ -251,10 +258,9 @@ class VocabParallelHead(_LossModule):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, ids=[{self.shard.start}, "
-            f"{self.shard.stop}), bias={self.bias is not None}"
-        )
+        ids = f"[{self.shard.start}, {self.shard.stop})"
+        sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "ids": ids}
+        return _listed(sizes | {"bias": self.bias is not None} | self._options)
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as the loss takes them."""

@@ -438,3 +438,9 @@ def test_what_no_tensor_decides_is_checked_when_a_module_is_made(
 ) -> None:
     with pytest.raises(error, match=f"{name} must be"):
         MAKE_MODULE[kind](**{name: value})
+
+
+def test_what_is_printed_says_what_is_computed() -> None:
+    assert repr(LinearCrossEntropyLoss(z_loss=0.1)) == "LinearCrossEntropyLoss(z_loss=0.1)"
+    head = VocabParallelHead(4, 7, bias=True, label_smoothing=0.1)
+    assert repr(head) == "VocabParallelHead(hidden_size=4, vocab_size=7, ids=[0, 7), bias=True, label_smoothing=0.1)"

@@ -51,9 +51,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args.dtype = args.dtype or ("bf16" if on_gpu else "fp32")
     args.rounds = args.rounds or (12 if on_gpu else 5)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    rivals = SHARDED_RIVALS if ranks > 1 else RIVALS
-    if args.methods is None:
-        args.methods = f"{OURS},{rivals}" if on_gpu else "flce,flce-fp32-accum,eager,loss_parallel"
+    if args.methods is None and on_gpu:
+        args.methods = f"{OURS},{SHARDED_RIVALS if ranks > 1 else RIVALS}"
+    elif args.methods is None:
+        args.methods = f"flce,flce-fp32-accum,{'loss_parallel' if ranks > 1 else 'eager'}"
     if args.graph and not on_gpu:
         parser.error("--graph needs CUDA")
     if args.sweep == "ranks" and ranks == 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,13 +15,6 @@ from flce_dist.options import DTYPES
 from .model import LanguageModel
 from .parallel import DataParallel
 from .schema import ConfigError
-
-
-@functools.cache
-def _meshes(device_type: str, data_ranks: int, tensor_ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """All ranks in the dimensions (data, tensor), and in one. Process groups are made once a process."""
-    both = init_device_mesh(device_type, (data_ranks, tensor_ranks), mesh_dim_names=("data", "tensor"))
-    return both, both._flatten("all")
 
 
 class FullySharded(DataParallel):
@@ -119,7 +110,9 @@ class FullyShardedTensorParallel(FullySharded):
 
     def connect(self, device: torch.device) -> None:
         if self.ranks.size > 1:
-            self._both, self._mesh = _meshes(device.type, self.data_ranks, self._tensor_size)
+            sizes = (self.data_ranks, self._tensor_size)
+            self._both = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "tensor"))
+            self._mesh = self._both._flatten("all")
 
     @property
     def head_group(self) -> DeviceMesh | None:
