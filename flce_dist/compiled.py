@@ -50,7 +50,12 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         normalizer = torch.full((), normalizer, dtype=torch.float64, device=given.hidden.device)
     elif not isinstance(normalizer, Tensor):  # None, or what the operator's checks refuse
         normalizer, wrong_normalizer = None, _constant(normalizer)
+    tensors, misplaced = _off_meta(
+        hidden=given.hidden, weight=given.weight, target=given.target, bias=given.bias,
+        class_weight=given.class_weight, token_weight=given.token_weight, normalizer=normalizer,
+    )  # fmt: skip
     config = _encode(
+        misplaced,
         None if group is None else group.group_name,
         _place(given.vocab_shard),
         wrong_normalizer,
@@ -59,19 +64,23 @@ def linear_cross_entropy(given: Given) -> tuple[Tensor, dict[str, Tensor]]:
         tuple((name, _constant(getattr(given, name))) for name in _HOST),
         tuple((name, _constant(value)) for name, value in given.options.items()),
     )
-    outputs = _forward(
-        given.hidden,
-        given.weight,
-        given.target,
-        given.bias,
-        given.class_weight,
-        given.token_weight,
-        normalizer,
-        config,
-        list(Needs.of(given.hidden, given.weight, given.bias)),
-    )
+    outputs = _forward(*tensors, config, list(Needs.of(given.hidden, given.weight, given.bias)))
     named = zip(aux, outputs[1:], strict=False)
     return outputs[0], {name: output.detach() for name, output in named if name in AUX_NAMES}
+
+
+def _off_meta(**tensors: Any) -> tuple[list[Any], str | None]:
+    """The operator's tensors, and why it shall refuse them. With one on the meta device torch would run the operator's
+    fake, without its checks, so stand-ins go in its place."""
+    given = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    on_meta = [name for name, tensor in given.items() if tensor.is_meta]
+    real = [tensor for tensor in given.values() if not tensor.is_meta]
+    if not on_meta or not real:
+        return list(tensors.values()), None
+    device = real[0].device
+    for name in on_meta:
+        tensors[name] = torch.zeros(given[name].shape, dtype=given[name].dtype, device=device)
+    return list(tensors.values()), f"{' and '.join(on_meta)} must be on {device}, got meta: a tensor without values"
 
 
 def _requires_grad(value: object) -> bool:
@@ -97,6 +106,7 @@ def _place(shard: VocabShard | None) -> tuple[int, int, int] | str | None:
 
 @torch.compiler.assume_constant_result
 def _encode(
+    misplaced: str | None,
     group: str | None,
     shard: tuple[int, int, int] | str | None,
     wrong_normalizer: Any,
@@ -110,6 +120,8 @@ def _encode(
     try:
         if requires_grad:  # in the operator tensors no longer say so
             raise no_grad_error(requires_grad[0])
+        if misplaced is not None:
+            raise ValueError(misplaced)
         LossOptions.from_dict(texts)
     except (TypeError, ValueError) as error:
         if group is None:
@@ -184,6 +196,10 @@ def _forward(*inputs: Any) -> list[Tensor]:
             scale = torch.stack([loss.new_full((), args.setting.hidden_grad_scale), loss.new_ones(())]) / factor
             outputs += [*_outputs(args, prepared, gradients, hidden), scale]
         return outputs
+
+
+# It calls collectives and checks: a loss that one rank alone uses must run on all.
+torch.fx.node.has_side_effect(torch.ops.flce_dist.linear_cross_entropy.default)
 
 
 @_forward.register_fake

@@ -1,5 +1,6 @@
 """torch.compile of the loss: one graph, right values, few recompilations over varying token counts."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -99,6 +100,7 @@ def _wrong_on_one_rank(ctx: Context, layout: str, reduction: str, argument: tupl
         ("aux", ("lse", "loss")),
         ("aux", "lse"),
         ("class_weight", torch.ones(8, requires_grad=True)),
+        ("class_weight", torch.ones(8, device="meta")),
         ("normalizer", -2.0),
         ("normalizer", 10**400),
         ("normalizer", True),
@@ -117,6 +119,43 @@ def test_an_argument_that_is_wrong_on_one_rank_is_raised_on_all(
         assert outcome.error is not None
         assert argument[0] in outcome.error.message
     assert "rank 1 of the group failed its checks" in str(outcomes[0].error)
+
+
+def _used_on_one_rank(ctx: Context, backward: bool) -> float:
+    torch._dynamo.reset()
+
+    def loss_of(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss = linear_cross_entropy(hidden, weight, target, group=ctx.group, vocab_size=8)
+        return loss if ctx.rank == 0 else hidden.sum()
+
+    hidden, weight = torch.ones(6, 5, requires_grad=backward), torch.ones(4, 5)
+    loss = torch.compile(loss_of, fullgraph=True, backend=BACKEND)(hidden, weight, torch.zeros(6, dtype=torch.int64))
+    return loss.item()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_loss_that_one_rank_alone_uses_runs_on_all(backward: bool, workers: Pool) -> None:
+    assert workers.run(2, _used_on_one_rank, backward, timeout=40.0) == [pytest.approx(math.log(8)), 30.0]
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "target", "bias", "class_weight", "token_weight", "normalizer"])
+def test_a_tensor_without_values_in_a_graph_is_an_error(name: str) -> None:
+    """Torch would run the operator's fake, which makes numbers of what is in memory."""
+    torch._dynamo.reset()
+    full = make_inputs(Case(ignored="none"))
+    tensors = {
+        "hidden": full.hidden,
+        "weight": full.weight,
+        "target": full.target,
+        "bias": torch.ones(21),
+        "class_weight": torch.ones(21),
+        "token_weight": torch.ones(13),
+        "normalizer": torch.tensor(5.0),
+    }
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=BACKEND)
+    compiled(**tensors)
+    with pytest.raises(Exception, match=f"{name} must be on cpu, got meta"):
+        compiled(**tensors | {name: tensors[name].to("meta")})
 
 
 def _compiled_head(ctx: Context) -> Tensor:
