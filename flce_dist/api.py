@@ -118,8 +118,7 @@ def count_valid_tokens(
         0-d int64 on `target`'s device, which can be passed as `normalizer` without reading it.
 
     Raises:
-        TypeError: `target` is a DTensor.
-        TypeError, ValueError: `group` is no process group, or this rank is not in it.
+        TypeError, ValueError: `target` is a DTensor; `group` is no process group, or this rank is not in it.
     """
     group = collectives.sharding_group(group)
     if isinstance(target, DTensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
@@ -196,12 +196,7 @@ class VocabParallelHead(_LossModule):
             TypeError, ValueError: as the class raises them.
         """
         check_full_linear(linear)
-        head = cls(
-            linear.in_features, linear.out_features, group, linear.bias is not None, hidden_layout=hidden_layout,
-            hidden_grad_scale=hidden_grad_scale, device="meta", dtype=linear.weight.dtype, **options,
-        )  # fmt: skip
-        head._take(linear)
-        return head
+        return cls._of_full(linear, group, hidden_layout=hidden_layout, hidden_grad_scale=hidden_grad_scale, **options)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -296,11 +291,15 @@ class VocabParallelHead(_LossModule):
         shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         return nn.Parameter(shard, requires_grad)
 
-    def _take(self, full: nn.Linear | VocabParallelHead) -> None:
-        """This rank's rows of a full head, and its mode."""
-        self.weight = self._from_full(full.weight)
-        self.bias = None if full.bias is None else self._from_full(full.bias)
-        self.train(full.training)
+    @classmethod
+    def _of_full(cls, full: nn.Linear | VocabParallelHead, place: Any, **arguments: Any) -> Self:
+        """With this rank's rows of a full head, and its mode; `place` is the group or mesh."""
+        vocab_size, hidden_size = full.weight.shape
+        dtype, has_bias = full.weight.dtype, full.bias is not None
+        head = cls(hidden_size, vocab_size, place, has_bias, device="meta", dtype=dtype, **arguments)
+        head.weight = head._from_full(full.weight)
+        head.bias = None if full.bias is None else head._from_full(full.bias)
+        return head.train(full.training)
 
     def _from_full(self, full: Tensor) -> nn.Parameter:
         if self.group is None and isinstance(full, nn.Parameter):

@@ -83,12 +83,7 @@ class NeverGatheredHead(VocabParallelHead):
             TypeError, ValueError: as `VocabParallelHead.from_linear`, and as the class.
         """
         check_full_linear(linear)
-        head = cls(
-            linear.in_features, linear.out_features, mesh, linear.bias is not None, device="meta",
-            dtype=linear.weight.dtype, **options,
-        )  # fmt: skip
-        head._take(linear)
-        return head
+        return cls._of_full(linear, mesh, **options)
 
     def forward(self, hidden: Tensor, target: Tensor | None = None, **arguments: Any) -> Tensor | LossOutput:
         """As `VocabParallelHead`. With `reduction="none"` the losses are those of this rank's tokens, and gradients
@@ -208,14 +203,10 @@ def shard_head(model: nn.Module, name: str, mesh: DeviceMesh, **options: Unpack[
             "that is never gathered cannot share its weight. Untie them (tie_word_embeddings=False), or let FSDP "
             "gather the head"
         )
-    vocab_size, hidden_size = linear.weight.shape
-    head = NeverGatheredHead(
-        hidden_size, vocab_size, mesh, linear.bias is not None, device="meta", dtype=linear.weight.dtype, **options
-    )  # fmt: skip
+    head = NeverGatheredHead._of_full(linear, mesh, **options)
     if isinstance(linear, VocabParallelHead):
         head.options = dataclasses.replace(linear.options, **options)
         head.raw_logits = linear.raw_logits
-    head._take(linear)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, head)
     ignored = {f"{name}.{parameter}" for parameter, _ in head.named_parameters()}
